@@ -61,8 +61,8 @@ Rpc = Callable[..., Awaitable[list[Any]]]
 
 
 class DraftWeights:
-    """Extension of vLLM's worker that replaces the drafter's weights while vLLM runs: `stage_draft_weights` reads new
-    weights from a folder, `commit_draft_weights` copies them into the running drafter."""
+    """Extension of vLLM's worker that replaces the drafter's weights while vLLM runs: `stage_draft_weights` reads them
+    from a folder, `commit_draft_weights` copies them into the running drafter."""
 
     _draft_folder: str | None = None
     """Folder that was loaded last; None: the one of the start."""
@@ -71,8 +71,7 @@ class DraftWeights:
     _draft_staged: tuple[str, list[tuple[Tensor, Tensor]], list[tuple[nn.Module, nn.Module]]] | None = None
 
     def draft_weights_state(self) -> dict[str, Any]:
-        """Returns {"folder": folder whose weights the drafter has now, "problem": text}. The problem says why this
-        worker cannot load weights of other folders; it is None if it can."""
+        """Returns {"folder": folder of the present weights, "problem": why this worker cannot load others, or None}."""
         worker: Any = self
         try:
             problem = obstacle(worker)
@@ -84,10 +83,8 @@ class DraftWeights:
         return {"folder": self._draft_folder or getattr(draft, "model", None), "problem": problem}
 
     def stage_draft_weights(self, folder: str) -> str | None:
-        """Read the weights in `folder` into host memory and compare their shapes and settings with the running
-        drafter's. Returns None if they fit, else an error message.
-
-        The engine goes on with its present weights until `commit_draft_weights` is called."""
+        """Read the weights in `folder` into host memory and compare them with the running drafter's. Returns None if
+        they fit, else an error message. The running drafter is unchanged."""
         worker: Any = self
         self._draft_staged = None
         if problem := self.draft_weights_state()["problem"]:
@@ -104,8 +101,8 @@ class DraftWeights:
         return None
 
     def commit_draft_weights(self) -> float | str:
-        """Overwrite the running drafter's weights with those read by `stage_draft_weights`. Returns the duration in
-        seconds, or an error message. After an error the weights may be overwritten in part."""
+        """Overwrite the running drafter's weights with those that were staged. Returns the duration in seconds, or an
+        error message; after an error the weights may be overwritten in part."""
         if self._draft_staged is None:
             return "no weights have been read"
         began, (folder, tensors, packed) = time.perf_counter(), self._draft_staged
@@ -128,8 +125,7 @@ class DraftWeights:
 
 
 def obstacle(worker: Any) -> str | None:
-    """Returns a text that says why this vLLM worker cannot replace its drafter's weights, and what to change; None if
-    it can."""
+    """Returns why this vLLM worker cannot replace its drafter's weights, and what to change; None if it can."""
     import vllm  # pyright: ignore[reportMissingImports]
     from vllm.config import CompilationMode  # pyright: ignore[reportMissingImports]
 
@@ -153,9 +149,8 @@ def obstacle(worker: Any) -> str | None:
 
 
 def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
-    """Reads a drafter's folder without its weights. Returns (config.json as a dict, {tensor name: shape}); keys of
-    config.json that vLLM does not use in computation are left out. Raises OSError, ValueError or SafetensorError if the
-    folder is damaged."""
+    """Reads a drafter's folder without its weights. Returns (config.json without FREE_KEYS, {tensor name: shape}).
+    Raises OSError, ValueError or SafetensorError if the folder is damaged."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     index = folder / "model.safetensors.index.json"
     files = {file.name for file in folder.glob("*.safetensors")}
@@ -171,7 +166,7 @@ def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
 
 
 def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens a nested config: {"a": {"b": 1}} becomes {"a.b": 1}. `prefix` is put before every key."""
+    """Flattens a nested config: {"a": {"b": 1}} becomes {"a.b": 1}."""
     values = dict[str, Any]()
     for name, value in config.items():
         values |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -179,9 +174,7 @@ def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_same(running: tuple[dict[str, Any], Shapes], new: tuple[dict[str, Any], Shapes]) -> None:
-    """Raises ValueError if two drafters differ in a setting, a tensor name or a shape: then new weights cannot be
-    copied into the running drafter. Each drafter is given as `described` returns it: (config.json, {tensor name:
-    shape})."""
+    """Raises ValueError if two drafters, as `described` returns them, differ in a setting, a tensor name or a shape."""
     settings = [flattened(config) for config, _ in (running, new)]
     for what, before, now in (("setting", *settings), ("tensor", running[1], new[1])):
         for name in sorted(before.keys() | now.keys()):
@@ -197,10 +190,8 @@ def paired(
 ) -> Iterator[tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]]]:
     """Pairs the tensors of the running drafter with those of a second drafter, `loaded`, that has the new weights.
     Yields, module by module, (running module, loaded module, [(running tensor, loaded tensor)]). Modules that the
-    running drafter shares with the target, such as the embedding, are left out: they must not be overwritten.
-
-    Raises ValueError if the drafters differ in modules, tensor names, shapes or types. Also raises it if the new
-    drafter has its own weights for a shared module, and they differ from the target's."""
+    running drafter shares with the target are left out: they must not be overwritten. Raises ValueError if the drafters
+    differ in modules, tensor names, shapes or types, or if the new one has other weights for a shared module."""
     of_target = {id(module) for module in target.modules()}
     modules = dict(loaded.named_modules())
     if modules.keys() != dict(running.named_modules()).keys():
@@ -263,8 +254,8 @@ def _text(error: BaseException) -> str:
 
 
 class DraftWeightsRoute:
-    """ASGI middleware for vLLM's HTTP server. On /paceline/draft-weights, GET reports which drafter weights are loaded,
-    POST loads those of another folder. All other requests are passed on."""
+    """ASGI middleware for vLLM's HTTP server, which answers /paceline/draft-weights and passes on all other
+    requests."""
 
     def __init__(self, app: Any) -> None:
         self.app, self.key = app, os.environ.get(KEY, "")

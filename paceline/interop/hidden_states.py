@@ -48,10 +48,9 @@ with reraised(
 
 
 def check_version(version: str, numbers: tuple[Any, ...], connector: type) -> None:
-    """Raises ConfigError if this vLLM is older than 0.32, or if its example connector lacks a method that
-    `HiddenStatesConnector` replaces or calls. `version`: vLLM's version as text; `numbers`: its `__version_tuple__`;
-    `connector`: class of the example connector. Builds from source have the version (0, 0, ...); for them only the
-    methods are checked."""
+    """Raises ConfigError if vLLM is older than 0.32, or its example connector lacks a method in NEEDED. `version`:
+    vLLM's version as text; `numbers`: its `__version_tuple__`; `connector`: class of the example connector. Builds from
+    source have the version (0, 0, ...), and only the methods are checked."""
     missing = [name for name in NEEDED if not hasattr(connector, name)]
     if (0, 0) != numbers[:2] < LEAST_VERSION or missing:
         least = ".".join(map(str, LEAST_VERSION))
@@ -66,8 +65,8 @@ check_version(vllm.__version__, vllm.__version_tuple__, example.ExampleHiddenSta
 
 
 class Copied:
-    """Replaces a CUDA event that marks the end of a copy, if there is no copy to wait for: on a CPU, or if a request's
-    file is not written. It always reports that the copy has ended."""
+    """Replaces a CUDA event that marks the end of a copy, if there is no copy to wait for: on a CPU, or if a file is
+    not written."""
 
     def query(self) -> bool:
         return True
@@ -76,9 +75,8 @@ class Copied:
 
 
 class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
-    """KV connector that writes each request's hidden states to a file in the folder `shared_storage_path`. It differs
-    from vLLM's example connector in three ways. A file is written under a temporary name and renamed when it is
-    complete. No file is written outside the folder. It also runs on a CPU, without CUDA streams."""
+    """KV connector that writes each request's hidden states to a file in `shared_storage_path`. Unlike vLLM's example
+    connector, it renames a file once it is complete, writes none outside the folder, and also runs on a CPU."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError if `shared_storage_path` is missing or cannot be written."""
@@ -89,11 +87,10 @@ class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
         self._has_warned = False
 
     def _submit_async_write(self, pending: Any) -> None:
-        """Copies the hidden states of a finished request out of the KV cache, before its blocks are freed, and lets a
-        thread write them. `pending`: the request's id, token_ids [tokens], block_ids and filename.
-
-        vLLM names the file after the request's id, which clients choose (X-Request-Id). A file that would lie outside
-        `shared_storage_path`, or in a folder below it, is not written; the first one is logged."""
+        """Copies a finished request's hidden states out of the KV cache, before its blocks are freed; a thread writes
+        them. `pending`: the request's id, token_ids [tokens], block_ids and filename. vLLM names the file after the
+        request's id, which clients choose (X-Request-Id). A file outside `shared_storage_path`, or in a folder below
+        it, is not written; the first one is logged."""
         if not self._is_tp_rank_zero:
             return
         if os.path.dirname(os.path.realpath(pending.filename)) != os.path.realpath(self._storage_path):
@@ -130,14 +127,13 @@ class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
 
 
 def slots_of(block_ids: list[int], block_size: int) -> Tensor:
-    """Returns the cache indices of a request's positions in the paged KV cache, in order: [number of blocks * block
-    size], int64. `block_ids`: the request's blocks; `block_size`: positions per block."""
+    """Returns the cache indices of a request's positions in the paged KV cache: [number of blocks * block size], int64.
+    `block_size`: positions per block."""
     return (torch.tensor(block_ids, dtype=torch.long)[:, None] * block_size + torch.arange(block_size)).flatten()
 
 
 def check_folder(folder: Any) -> None:
-    """Raises ConfigError if `folder`, to which hidden states are to be written, is not a path or cannot be written.
-    Creates the folder if it is missing."""
+    """Raises ConfigError if `folder` is not a path or cannot be written. Creates a missing folder."""
     if not isinstance(folder, str) or not folder:
         raise ConfigError(
             'no folder for hidden states: give {"shared_storage_path": "/a/folder"} in kv_connector_extra_config, the '
