@@ -44,13 +44,9 @@ PROBE_SECONDS = 0.1
 
 
 class Probing:
-    """Transport for the response to a client that has closed its sending side. Detects whether the client is gone or
-    still reads.
-
-    Only a write can detect this: if the client is gone, its operating system rejects the data, and asyncio reports a
-    lost connection. So the beginning of the response, "HTTP/1.1 ", is written before the rest is ready: one byte at a
-    time, at doubling intervals.
-    """
+    """Transport for the response to a client that has closed its sending side; detects whether the client still reads.
+    Only a write can detect this: if the client is gone, its operating system rejects the data. So the first bytes,
+    "HTTP/1.1 ", are written before the response is ready: one at a time, at doubling intervals."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -59,7 +55,7 @@ class Probing:
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """Write response data, without the first bytes if they were already written as probes."""
+        """Write response data, without the first bytes that were already written."""
         if self._timer:
             self._timer.cancel()
         self._transport.write(data[self._num_ahead :])
@@ -81,7 +77,7 @@ class Probing:
 
 
 class Connection(H11Protocol):
-    """An HTTP connection that closes slow clients: those that send headers or read the response too slowly."""
+    """An HTTP connection that closes clients that send headers or read the response too slowly."""
 
     def __init__(self, limits: ServeConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -105,9 +101,7 @@ class Connection(H11Protocol):
         self._watch_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Handle the end of the data that the client sends. Returns True, which keeps the connection open, if a
-        complete request is still being answered: the client may be waiting for the response. Otherwise returns
-        False."""
+        """Return True, which keeps the connection open, if a complete request is still being answered."""
         self._has_ended = True
         if not self._is_answering or self.cycle.more_body:
             return False
@@ -125,8 +119,7 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch_headers(self) -> None:
-        """Start or stop the header timeout, which runs from the connection (or a later request's first byte) to the
-        headers' end."""
+        """Start or stop the header timeout, which runs from the connection, or a later request's first byte."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             if self._headers_due:
                 self._headers_due.cancel()
@@ -163,8 +156,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that drains the worker (finishes running requests) at the first SIGINT or SIGTERM; a second
-    signal ends it at once."""
+    """A uvicorn server that finishes running requests at the first SIGINT or SIGTERM; a second signal ends it at
+    once."""
 
     def __init__(self, config: uvicorn.Config, worker: EngineWorker) -> None:
         super().__init__(config)
@@ -192,8 +185,7 @@ class Server(uvicorn.Server):
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Return a socket bound to the configured host and port. Raises ConfigError if the address is in use or not
-    available."""
+    """Return a socket bound to the configured host and port. Raises ConfigError if the address is not available."""
     where, remedy = f"{config.host}:{config.port}", "choose another --host or --port"
     with reraised(ConfigError, f"cannot listen on {where}", remedy, OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
@@ -210,8 +202,8 @@ def listen(config: ServeConfig) -> socket.socket:
 def settings_of(
     app: ASGIApp, config: ServeConfig, *, close_seconds: float = CLOSE_SECONDS, dated: bool = True
 ) -> uvicorn.Config:
-    """Return the uvicorn settings of an application. `close_seconds`: seconds that uvicorn waits for unfinished
-    responses when it shuts down. `dated`: add a Date header to responses."""
+    """Return the uvicorn settings of an application. `close_seconds`: limit for unfinished responses at shutdown.
+    `dated`: add a Date header to responses."""
     return uvicorn.Config(
         app,
         host=config.host,
@@ -229,14 +221,14 @@ def settings_of(
 
 
 def make_server(worker: EngineWorker) -> Server:
-    """Create the HTTP server of the worker. Starts neither the server nor the worker."""
+    """Create the HTTP server of the worker; starts neither."""
     return Server(settings_of(create_app(worker), worker.config), worker)
 
 
 def run(worker: EngineWorker, *, say: Callable[[str], None], introduce: Callable[[LLM], str]) -> None:
-    """Load the model and serve until a signal arrives. `say` prints a line; `introduce` returns a description of the
-    loaded model, which is printed. Raises ConfigError if the address is not available, and the error that prevented
-    loading the model or restarting the engine."""
+    """Load the model and serve until a signal arrives. `say` prints a line; `introduce` describes the loaded model.
+    Raises ConfigError if the address is not available, and the error that prevented loading the model or restarting the
+    engine."""
 
     async def serve(bound: socket.socket) -> None:
         server = make_server(worker)

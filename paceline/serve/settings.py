@@ -145,8 +145,7 @@ class ServeConfig:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError for an invalid name of a drafter. Valid names have up to 32 letters, digits, dots, hyphens and
-    underscores, begin with a letter or digit, and are not reserved (TAKEN)."""
+    """Raises ConfigError for an invalid name of a drafter: reserved (TAKEN), or not of the form NAME."""
     if not NAME.fullmatch(name) or name.lower() in TAKEN:
         raise ConfigError(
             f"a drafter cannot be called {name!r:.80}: take up to 32 letters, digits and dots, not {', '.join(TAKEN)}"

@@ -16,8 +16,7 @@ PATH, CLUSTERS = "/admin/drafters", "/admin/clusters"
 
 
 def add_admin(app: FastAPI, worker: EngineWorker) -> None:
-    """Add the endpoints under /admin to the application: they list, load, drain and unload drafters, and pin request
-    classes (groups of similar requests) to a drafter."""
+    """Add the endpoints under /admin to the application."""
     drafters = Drafters(worker)
 
     @app.get(PATH, summary="Drafters, and statistics of each request class", tags=["admin"])

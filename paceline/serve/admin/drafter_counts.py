@@ -28,25 +28,21 @@ PARTS = "weight", "cache"
 
 
 class DrafterCounts:
-    """Counts finished requests, decode rounds and seconds of these rounds for each drafter. A round is counted once for
-    each request in its batch, under the request's drafter; each count adds the seconds of the whole round. One thread
-    writes; any thread may read."""
+    """Counts finished requests, decode rounds and their seconds for each drafter. One thread writes; any may read. A
+    round counts once for each request in its batch, under the request's drafter, with the seconds of the whole
+    round."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, dict[tuple[int, int], int]] = {}
-        """Drafter -> (drafted, accepted) -> rounds; a round counts once per request in the batch."""
+        """Drafter -> (drafted, accepted) -> rounds."""
         self.seconds: dict[str, float] = {}
         """Drafter -> seconds of its rounds, summed over requests."""
         self.requests: Counter[Labels] = Counter()
         """(drafter, request class) -> finished requests."""
 
     def round(self, stats: RoundStats) -> None:
-        """Count one decode round, once for each request in its batch. It is counted under the request's drafter, with
-        the request's numbers of drafted and accepted tokens, and with the seconds of the whole round.
-
-        Left out are requests with a lossy acceptance rule, and the trial requests that test a drafter while it is
-        loaded.
-        """
+        """Count one decode round. Leaves out requests with a lossy acceptance rule, and trial requests that test a
+        drafter."""
         spent = stats.draft_s + stats.verify_s + stats.host_s
         for name, num_drafted, num_accepted in zip(
             stats.drafter_B, stats.num_drafted_B, stats.num_accepted_B, strict=False
@@ -68,8 +64,7 @@ class DrafterCounts:
             self.requests[key if key in self.requests or len(self.requests) < MOST_PAIRS else (OTHER, OTHER)] += 1
 
     def totals(self, name: str) -> tuple[int, int, float]:
-        """Return (rounds, output tokens, seconds) of all rounds of a drafter, (0, 0, 0.0) for an unknown one. A round
-        with n requests of this drafter in the batch counts as n rounds, with n times its seconds."""
+        """Return (rounds, output tokens, seconds) of all rounds of a drafter, (0, 0, 0.0) for an unknown one."""
         rounds = self.rounds.get(name, {}).copy()
         num_rounds = sum(rounds.values())
         num_accepted = sum(accepted * count for (_, accepted), count in rounds.items())
@@ -77,8 +72,7 @@ class DrafterCounts:
 
     def collect(self, model: str, engine: Engine | None) -> Iterator[Metric]:
         """Yield the Prometheus metrics of all drafters. `model`: value of the label model_name. `engine`: the running
-        engine, whose present values are added: each drafter's running requests and bytes of memory, and the router's
-        gains (estimated tokens/s relative to plain decoding). Without an engine (None), only the counts are yielded."""
+        engine, which adds each drafter's running requests and memory, and the router's gains; None: only the counts."""
         totals = {name: self.totals(name) for name in list(self.rounds)}
         num_rounds, num_tokens, seconds = ({(name,): total[at] for name, total in totals.items()} for at in range(3))
         firsts, survived = {}, {}
@@ -109,7 +103,7 @@ class DrafterCounts:
 
 
 def _memory(model: str, pool: Any) -> Iterator[Metric]:
-    """Yield the memory of each drafter and of all, and what residency (`engine/residency.py`) did."""
+    """Yield the memory of each drafter and of all, and the counts of `engine/residency.py`."""
     each = {one.name: memory_alone(one.drafter, pool.target) for one in list(pool.members.values())}
     values = {(name, part): getattr(one, f"{part}_bytes") for name, one in each.items() for part in PARTS}
     doc = "Memory of weights, and of keys and values"

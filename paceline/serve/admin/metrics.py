@@ -51,7 +51,7 @@ class _Histogram:
 
 class Metrics(Collector):
     """Prometheus metrics of one model. Only the engine's thread may call its methods, except `refused`, `render` and
-    `collect`, which any thread may call."""
+    `collect`."""
 
     def __init__(self, model: str, traces: TraceWriter | None = None, *, lossless: bool = True) -> None:
         """`model` is the label model_name. `traces` gets every finished request; its counts are reported too.
@@ -63,12 +63,11 @@ class Metrics(Collector):
         self.engine: Engine | None = None
         """The engine that stepped last, read for the gauges."""
         self.rounds: dict[tuple[int, int], int] = {}
-        """(drafted, accepted) -> rounds, one per request in the batch, without lossy requests. All acceptance metrics
-        are computed from it."""
+        """(drafted, accepted) -> rounds, one per request in the batch, without lossy requests."""
         self.step_times: dict[tuple[str, int], tuple[int, float]] = {}
-        """(phase, size) -> (count, total seconds). The size is the number of positions in the target's pass for
-        "verify", the longest draft times the drafting rows for "draft", the tokens of the chunk for "prefill", and
-        always 1 for "step", the whole engine step."""
+        """(phase, size) -> (count, total seconds). The size of "verify" is the number of positions in the target's
+        pass, of "draft" the longest draft times the drafting rows, of "prefill" the tokens of the chunk, and of "step"
+        1."""
         self.drafters = DrafterCounts()
         self._refusals: Counter[str] = Counter()
         self._model, self._traces = model, traces
@@ -80,9 +79,8 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """Count an engine step: its rounds, and the seconds of each phase. `seconds`: time since the end of the
-        previous step; if the engine was idle in between, only the time since it got new work. Call this method before
-        `chunk` is called for the step's tokens."""
+        """Count an engine step: its rounds, and the seconds of each phase. Call this before `chunk` for the step's
+        tokens. `seconds`: time since the end of the previous step or, after idling, since new work came."""
         self.engine, totals, (num_read, read_s) = engine, self.totals, engine.read
         totals.steps += 1
         totals.prefill_seconds += read_s
@@ -112,9 +110,8 @@ class Metrics(Collector):
             self.step_times[phase, size] = count + 1, before_s + seconds
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """Count `num_tokens` new tokens of a request, generated at the time `now` (time.perf_counter). Also records the
-        time to the first token if these are the first ones, else the time since the previous ones (inter-token
-        latency)."""
+        """Count `num_tokens` new tokens of a request, generated at the time `now` (time.perf_counter), and record the
+        time to the first token or since the previous ones."""
         self.totals.generation_tokens += num_tokens
         last_at = self._open.get(sequence)
         if last_at is None:
@@ -127,13 +124,9 @@ class Metrics(Collector):
         self._open[sequence] = now
 
     def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None = None) -> None:
-        """Count a finished request and, if traces are recorded, pass it to the trace writer. This must be called for
-        every request that `chunk` was called for. `outcome`: the finish reason; `tag`: the client's label, used only in
-        the trace.
-
-        Aborted and failed requests are left out of the histograms of whole requests (end-to-end latency, queue,
-        prefill, decode).
-        """
+        """Count a finished request and pass it to the trace writer; must follow for every request of `chunk`. `tag`:
+        the client's label, used only in the trace. Aborted and failed requests are left out of the histograms of whole
+        requests."""
         self._open.pop(sequence, None)
         self.ended[outcome] += 1
         self.drafters.finished(sequence)
@@ -161,8 +154,7 @@ class Metrics(Collector):
             self._refusals[reason] += 1
 
     def crashed(self) -> None:
-        """Count a restart of the engine after a crash. Forgets the crashed engine and the requests that were running in
-        it."""
+        """Count a restart of the engine after a crash. Forgets the crashed engine and its running requests."""
         self.totals.worker_restarts += 1
         self.engine = None
         self._open.clear()
@@ -255,8 +247,8 @@ class Metrics(Collector):
 
 
 def _num_slots(stats: RoundStats) -> int:
-    """Return the draft positions a drafter computed: the longest row's times the drafting rows, without drafts
-    that were copied from a text."""
+    """Return the draft positions a drafter computed: the longest row's times the drafting rows, without copied
+    drafts."""
     confidence_B = stats.confidence_B or [None] * len(stats.source_B)
     computed = zip(stats.num_drafted_B, stats.source_B, confidence_B, strict=False)
     slots = [len(sure) if sure else count for count, source, sure in computed if sure or source not in COPYING | {NONE}]

@@ -1,8 +1,7 @@
 """Removes text that matches patterns from traces before they are written.
 
-The rest must still be valid training data: a drafter learns the target's output after exactly these tokens. So an
-answer is cut before its first match, not patched, and if the prompt is redacted, the whole answer is dropped, because
-it was generated for another prompt.
+The rest must still be valid training data: the target's output after exactly these tokens. So an answer is cut before
+its first match, and dropped if its prompt is redacted.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ Redacted = tuple[list[int], list[int]]
 
 
 class Redactor:
-    """Removes matches of the given regular expressions from the texts and token ids of traces. The placeholder
-    "[redacted]" replaces a match.
-
-    Raises ConfigError for a pattern that is invalid, or that matches the empty string or the placeholder.
-    """
+    """Removes matches of regular expressions from the texts and token ids of traces; "[redacted]" replaces a match.
+    Raises ConfigError for a pattern that is invalid, or that matches the empty string or the placeholder."""
 
     def __init__(self, patterns: Iterable[str], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -42,11 +38,8 @@ class Redactor:
             self._patterns.append(compiled)
 
     def text(self, text: str) -> str:
-        """Return the text with every match replaced by the placeholder "[redacted]".
-
-        Checks the result again for matches, also after its backslash escapes are resolved (\\u0041 becomes A). If one
-        is found, returns the placeholder instead of the whole text.
-        """
+        """Return the text with every match replaced by the placeholder. If the result still has a match, also after its
+        backslash escapes are resolved (\\u0041 becomes A), the placeholder replaces the whole text."""
         for pattern in self._patterns:
             text = pattern.sub(PLACEHOLDER, text)
         plain, escaped = text, ""
@@ -57,7 +50,7 @@ class Redactor:
         return text
 
     def value(self, value: Any) -> Any:
-        """Return a copy of a JSON value with every string in it redacted, except the keys of objects."""
+        """Return a copy of a JSON value with every string in it redacted, except keys of objects."""
         if isinstance(value, dict):
             return {key: self.value(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -65,11 +58,11 @@ class Redactor:
         return self.text(value) if isinstance(value, str) else value
 
     def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
-        """Remove matches from a trace; returns the pair (prompt ids, answer ids).
+        """Remove matches from a trace; returns (prompt ids, answer ids), or None for a trace to drop: a pattern still
+        matches.
 
         - If a match begins in the prompt, the placeholder replaces it, and the answer becomes empty.
         - If matches begin only in the answer, the answer is cut before the first one.
-        - If a pattern still matches after this, returns None; the caller must then drop the trace.
         """
         if self._is_clean(prompt_ids, answer_ids):
             return prompt_ids, answer_ids

@@ -9,8 +9,8 @@
 A `Trace` is one answer of the server's engine (`offer`), or of another server that `paceline record` observes. `put`
 takes microseconds: it puts a function into a bounded queue, or counts a loss if the queue is full. A background thread
 calls it to build the traces, redacts them (`redaction.py`) and writes them. Disk errors lose traces, never requests.
-API keys and client addresses are never recorded. If an answer's token ids are unknown, only its prompt is recorded, for
-use with `--prompts`, not with `--answers`.
+API keys and client addresses are never recorded. An answer without known token ids leaves only its prompt, for use with
+`--prompts`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ SCHEMA = pa.schema(
 )
 """Columns of a trace file. `sampling` is JSON of the parameters that differ from their defaults. `drafted` and
 `accepted` list all rounds, even if redaction cut the answer. Times are in seconds, `first_token_s` and `total_s` since
-arrival. Unknown values are null: for other servers most times, rounds that the server does not report, and the
-temperature if its default is unknown."""
+arrival. Unknown values, as of other servers, are null."""
 SOURCE = "traces"
 SHARD = re.compile(r"traces-\d{8}T\d{6}-[0-9a-f]{8}-\d{5,}\.parquet(\.[0-9a-f]{16}\.part)?")
 """File names of shards, and of parts left by killed writers; other files in the folder are never deleted."""
@@ -107,11 +106,11 @@ class Trace:
     seconds: dict[str, float | None] = field(default_factory=dict)
     """Durations in seconds, by phase (queue, prefill, first_token, draft, verify, host, total)."""
     mark: str | None = None
-    """Last part of the trace's key. The same trace imported twice has the same mark; None makes the key unique."""
+    """Last part of the trace's key, the same if the trace is imported twice; None makes the key unique."""
 
 
 class Lost(Exception):
-    """Raised if a trace cannot be built. `reason`: key under which the writer counts the trace as lost."""
+    """A trace cannot be built. `reason`: key under which the writer counts the loss."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -123,10 +122,8 @@ Maker = Callable[[], Iterable[Trace]]
 
 
 class TraceWriter:
-    """Writes traces to Parquet files in a folder. `begin` starts its background thread, `close` ends it.
-
-    Several writers and readers may use the folder at the same time.
-    """
+    """Writes traces to Parquet files in a folder, which several writers and readers may use. `begin` starts its
+    background thread, `close` ends it."""
 
     def __init__(
         self,
@@ -137,8 +134,8 @@ class TraceWriter:
         rows_per_file: int = 512,
         flush_s: float = 30.0,
     ) -> None:
-        """Create a writer; `begin` starts it. A file is written after `rows_per_file` traces or `flush_s` seconds. If
-        that fails, traces are lost and counted."""
+        """A file is written after `rows_per_file` traces or `flush_s` seconds. If that fails, traces are lost and
+        counted."""
         assert config.folder is not None
         self.folder = config.folder
         self.written = self.num_answers = 0
@@ -165,11 +162,9 @@ class TraceWriter:
             self._thread.start()
 
     def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
-        """Record a finished request. `outcome`: finish reason; `tag`: the client's label. Never waits or raises.
-
-        Skips requests with mocked acceptance, whose text is meaningless. Counts requests with a lossy acceptance rule
-        as lost, because drafters must not be trained on text that the target would reject.
-        """
+        """Record a finished request. `outcome`: finish reason; `tag`: the client's label. Never waits or raises. Skips
+        requests with mocked acceptance, whose text is meaningless. Counts lossy requests as lost, because drafters must
+        not be trained on text that the target would reject."""
         if sequence.ledger:
             self.lose("lossy")
         elif sequence.lossless:
@@ -177,12 +172,9 @@ class TraceWriter:
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
-        """Queue `maker`, a function that builds traces, for the writer's thread. Returns True if it was queued. Only a
-        random share of all calls (`TraceConfig.sample`) is queued; the others return False. Never raises.
-
-        If the queue is full, `wait` decides: True waits for room, False counts the trace as lost. `is_full`: True if a
-        limit of the caller is reached; the trace is then counted as lost even if the queue has room.
-        """
+        """Queue `maker`, which builds traces, for the writer's thread; returns True if it was queued. Only a random
+        share of the calls (`TraceConfig.sample`) is queued. Never raises. If the queue is full, or `is_full` (a limit
+        of the caller is reached), the trace is counted as lost. `wait`: wait for room in the queue instead."""
         if self._random.random() >= self._config.sample:
             return False
         try:
@@ -195,13 +187,13 @@ class TraceWriter:
         return True
 
     def lose(self, reason: str) -> None:
-        """Count a lost trace in `dropped` (reason -> number) under `reason`, such as "queue" (the queue is full)."""
+        """Count a lost trace in `dropped`."""
         if reason == "queue" and not self.dropped.get(reason):
             log.warning("traces are lost: answers come faster than they can be read")
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Write the queued traces and end the thread. Waits for this at most `timeout_s` seconds."""
+        """Write the queued traces and end the thread; waits at most `timeout_s` seconds."""
         self._is_closing = True
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)  # wakes the thread, as a full queue does
@@ -325,9 +317,8 @@ class TraceWriter:
         return pa.Table.from_pylist(valid, SCHEMA), valid
 
     def _prune(self) -> None:
-        """Delete the oldest shards and parts until age and total size are within their limits.
-
-        Continues after a file that cannot be deleted, and raises the first such OSError at the end."""
+        """Delete the oldest shards and parts until age and total size are within their limits. Continues after a file
+        that cannot be deleted, and raises the first such OSError at the end."""
         shards = sorted(
             filter(None, (_aged(path) for path in self.folder.glob("traces-*") if SHARD.fullmatch(path.name)))
         )
@@ -370,8 +361,8 @@ def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s:
 
 
 def given(params: SamplingParams) -> dict[str, Any]:
-    """Return name -> value of the sampling parameters that differ from their defaults. `prediction` is left out. In
-    logit_bias, token ids and biases become strings, because JSON has no -inf."""
+    """Return name -> value of the sampling parameters that differ from their defaults, without `prediction`. The
+    numbers in logit_bias become strings, because JSON has no -inf."""
     defaults = asdict(SamplingParams())
     values = {name: value for name, value in asdict(params).items() if value != defaults[name]}
     values.pop("prediction", None)

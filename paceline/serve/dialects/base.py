@@ -21,8 +21,7 @@ from paceline.serve.requests.protocol import ChatRequest, Closed
 from paceline.serve.worker.ticket import Ticket
 
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-"""Fields set in every ChatRequest made from another API's request: non-streamed answers are built from stream chunks
-too."""
+"""Fields set in every translated ChatRequest: non-streamed answers are built from stream chunks too."""
 
 
 @dataclass(slots=True)
@@ -34,16 +33,13 @@ class Part:
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Random hex string that makes the part's ids in the API's events unique."""
+    """Random hex string that makes the part's ids unique."""
 
 
 class Translated(Exchange):
-    """A request of Anthropic's Messages or OpenAI's Responses API that was converted to a chat request. Converts the
-    answer of the chat to the format of that API: stream events, or one response object.
-
-    The answer is a sequence of parts, each a text or a tool call. A part has events for its beginning, for each new
-    text, and for its end. A response object is built from the same events as a stream.
-    """
+    """A request of Anthropic's Messages or OpenAI's Responses API, converted to a chat. Converts the answer back to
+    that API. The answer is a sequence of parts, each a text or a tool call. A part has events for its beginning, for
+    each new text, and for its end. A response object is built from the same events as a stream."""
 
     end = b""
 
@@ -70,8 +66,7 @@ class Translated(Exchange):
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Fields added to every response object and event: {"lossless": False} if a lossy rule or mocked acceptance may
-        change the answer, otherwise {}."""
+        """Fields of every response object and event: {"lossless": False} if the answer may not be lossless, else {}."""
         return {"lossless": False} if "lossless" in self._head else {}
 
     @property
@@ -92,8 +87,7 @@ class Translated(Exchange):
             self.close()
 
     def written(self, chunk: dict[str, Any]) -> bytes:
-        """Convert one chunk of the chat's stream to events of the API that the client uses; returns them encoded as
-        server-sent events."""
+        """Convert one chunk of the chat's stream to the API's events, encoded as server-sent events."""
         return b"".join(map(self.sent, self._events(chunk)))
 
     def sent(self, event: dict[str, Any]) -> bytes:
@@ -138,7 +132,7 @@ class Translated(Exchange):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """Return the answer so far as one response object, in the format of the API that the client uses."""
+        """Return the answer so far as one response object of the API."""
 
     @abstractmethod
     def begun(self) -> Iterator[dict[str, Any]]:
@@ -146,12 +140,12 @@ class Translated(Exchange):
 
     @abstractmethod
     def opened(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the events that begin `part`, which was just appended to `self.parts`."""
+        """Yield the events that begin `part`, the newest of `self.parts`."""
 
     @abstractmethod
     def grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events for `text`, the newest text of the part or, for a tool call, of its arguments. `logprobs`:
-        log-probabilities of the new tokens in OpenAI's format; empty if not requested."""
+        """Yield the events for `text`, the newest text of the part or of its call's arguments. `logprobs`: those of the
+        new tokens in OpenAI's format; empty if not requested."""
 
     @abstractmethod
     def closed(self, part: Part) -> Iterator[dict[str, Any]]:
@@ -164,9 +158,8 @@ class Translated(Exchange):
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Context manager that renames fields in an ApiError raised within it. The request was converted to a chat, so the
-    error names a field of the chat; the client must see the name in its own request. `names`: chat field -> client's
-    field."""
+    """Context manager that replaces a chat's field name in an ApiError by the client's. `names`: field of the chat ->
+    field of the client's request."""
     try:
         yield
     except ApiError as error:
@@ -182,8 +175,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 def check_keys(part: Closed, kind: str, keys: set[str], where: str, optional: tuple[str, ...] = ()) -> None:
     """Raises RequestRefused unless `part`, an object of a request, has the fields of its type `kind`: all of `keys`
-    except the `optional` ones must be present, and no other field but "type". A field with the value null counts as
-    missing. `where`: the object's place in the request, for the message."""
+    except the `optional` ones, and no other but "type". Null counts as missing. `where`: the object's place in the
+    request."""
     given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
     for name in sorted(keys - given - {*optional}):
         raise RequestRefused(f"{where}.{name}: a part of type {kind} needs it", param=f"{where}.{name}")

@@ -1,5 +1,4 @@
-"""Anthropic's Messages API: endpoints, and translation of requests to chats. `message_replies.py` translates the
-answers."""
+"""Anthropic's Messages API: endpoints, and translation of requests. `message_replies.py` translates the answers."""
 
 from __future__ import annotations
 
@@ -184,9 +183,8 @@ def add_messages(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """Convert a request of Anthropic's Messages API (for an answer or a token count) to a chat request. Returns (chat
-    request, names). `names` maps fields of the chat request to fields of the client's request, for error messages.
-    Raises RequestRefused for a missing field, and for fields that may not occur together."""
+    """Convert a request to (chat request, names). `names`: field of the chat request -> field of the client's request,
+    for error messages. Raises RequestRefused for a missing field, and for fields that may not occur together."""
     messages = [("system", {"role": "system", "content": _text(body.system)})] if body.system else []
     for place, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{place}]")

@@ -1,5 +1,4 @@
-"""OpenAI's Responses API: endpoint, and translation of requests to chats. `response_replies.py` translates the
-answers."""
+"""OpenAI's Responses API: endpoint, and translation of requests. `response_replies.py` translates the answers."""
 
 from __future__ import annotations
 
@@ -167,9 +166,8 @@ def add_responses(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """Convert a request of OpenAI's Responses API to a chat request. Returns (chat request, names). `names` maps fields
-    of the chat request to fields of the client's request, for error messages. Raises RequestRefused for a missing
-    field, and for fields that may not occur together."""
+    """Convert a request to (chat request, names). `names`: field of the chat request -> field of the client's request,
+    for error messages. Raises RequestRefused for a missing field, and for fields that may not occur together."""
     messages, names = _messages(body)
     same = {"model", "temperature", "top_p", "parallel_tool_calls"} & body.model_fields_set
     chat = {name: getattr(body, name) for name in same} | STREAM
@@ -193,10 +191,8 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
 
 
 def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the conversation as messages of a chat, and a map from fields of the chat to the client's.
-
-    Consecutive reasoning, text and calls become one message of the assistant, because they were one answer.
-    """
+    """Return the conversation as messages of a chat, and a map from fields of the chat to the client's. Consecutive
+    reasoning, text and calls become one message of the assistant, because they were one answer."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     names = NAMES | ({"messages[0]": "instructions"} if messages else {})
     is_text, items = isinstance(body.input, str), body.input
@@ -223,7 +219,7 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
 
 
 def _begins(item: ResponseItem, message: dict[str, Any]) -> bool:
-    """Return True if the item starts a new message: within one, reasoning comes before text, and text before calls."""
+    """Return True if the item starts a new message: reasoning comes before text, and text before calls."""
     return item.type != "function_call" and bool(message["content"] or "tool_calls" in message)
 
 

@@ -46,16 +46,14 @@ class Clock:
         self._first_byte_s = time.perf_counter() - self.arrived_s
 
     def timings(self, sequences: Iterable[Sequence]) -> dict[str, float]:
-        """Return name -> seconds for each phase of the request, for their sum `total_s` (from the request's arrival to
-        this call), and for `first_byte_s` (from its arrival to the first byte of the response).
+        """Return name -> seconds for each phase of the request, for their sum `total_s`, and for `first_byte_s`, the
+        time from the request's arrival to the response's first byte.
 
-        `sequences`: the engine's records of the request's answers. If there are several answers, the phases in the
-        engine are those of the answer that ended last.
-
-        Phases before the engine: `parse_s`, `dispatch_s` (switching threads), `template_s`, `tokenizer_s`, `grammar_s`.
-        Phases in the engine: `queue_s` (waiting for a row of the KV cache, or for other requests' steps), `prefill_s`,
-        `draft_s`, `verify_s`, `engine_s` (planning and bookkeeping), `text_s` (detokenisation). Phase after the engine:
-        `send_s` (from the end of the last round to this call). `other_s`: the rest of `total_s`.
+        - Before the engine: `parse_s`, `dispatch_s` (switching threads), `template_s`, `tokenizer_s`, `grammar_s`.
+        - In the engine: `queue_s` (waiting for a row of the KV cache, or for other requests), `prefill_s`, `draft_s`,
+          `verify_s`, `engine_s` (planning and bookkeeping), `text_s` (detokenisation). They are those of the answer in
+          `sequences` that ended last.
+        - After the engine: `send_s`, from the end of the last round to this call. The rest: `other_s`.
         """
         seq = max(sequences, key=lambda each: each.timings.until_s)
         spent, total_s = seq.timings, time.perf_counter() - self.arrived_s

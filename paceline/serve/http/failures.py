@@ -1,8 +1,4 @@
-"""Error responses in OpenAI's or Anthropic's format, without paths and tracebacks.
-
-`ApiError.known` creates the errors of failures.json by their code; `RequestRefused` is an invalid request: status 400
-and invalid_value, context_length_exceeded, ...
-"""
+"""Error responses in OpenAI's or Anthropic's format, without paths and tracebacks."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class ApiError(Exception):
 
     @classmethod
     def known(cls, code: str, **values: Any) -> ApiError:
-        """Return the error with this code in failures.json. `values`: values of the placeholders in its message and
+        """Return the error with this code in failures.json. `values`: for the placeholders in its message and
         headers."""
         entry = FAILURES[code]
         headers = {name: text.format(**values) for name, text in entry.get("headers", {}).items()}
@@ -54,9 +50,8 @@ class ApiError(Exception):
 
     @classmethod
     def failed(cls, error: Exception | None) -> ApiError:
-        """Return the response (status 500) for a request that failed in the engine with `error`; None if the error is
-        unknown. Only the message of a PacelineError is sent to the client. Other messages may contain private data, so
-        a general one replaces them."""
+        """Return the response (status 500) for a request that failed in the engine. Only the message of a PacelineError
+        is sent to the client, because others may contain private data."""
         if isinstance(error, PacelineError):
             return cls(500, str(error), code="request_failed")
         return cls.known("request_failed")
@@ -70,8 +65,8 @@ class ApiError(Exception):
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """Error object in Anthropic's format. If the prompt is longer than the context, the message begins with "prompt
-        is too long", because clients shorten a conversation when they read this."""
+        """Error object in Anthropic's format. A too long prompt's message begins with "prompt is too long": clients
+        then shorten the conversation."""
         message = self.message
         if self.param and self.param not in message:
             message = f"{self.param}: {message}"
@@ -93,7 +88,7 @@ class RequestRefused(ApiError):
     @classmethod
     def of(cls, error: PacelineError, param: str | None = None) -> RequestRefused:
         """Convert an error of the tokenizer, chat template or engine to an error response with status 400. `param`: the
-        invalid field, used if `error` names no field itself."""
+        invalid field, used if `error` names none itself."""
         is_length, text = isinstance(error, ContextLengthError), str(error)
         param = getattr(error, "field", None) or param or ("max_tokens" if is_length else None)
         if isinstance(error, TemplateError):
@@ -109,8 +104,7 @@ def dump(value: Any) -> bytes:
 
 
 def compact(value: Any) -> str:
-    """Return a value from a request as JSON text. Raises RequestRefused if it is nested too deeply for Python's JSON
-    encoder."""
+    """Return a value from a request as JSON text. Raises RequestRefused if it is nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
@@ -120,14 +114,13 @@ def compact(value: Any) -> str:
 def json_response(
     value: Any, status: int = 200, headers: dict[str, str] | None = None, *, multiple: int = 1
 ) -> Response:
-    """Return a JSON response. Its body is padded with spaces, which parsers ignore, to a multiple of `multiple` bytes.
-    With serve --even-chunks, this hides the exact length of an answer."""
+    """Return a JSON response, padded with spaces to a multiple of `multiple` bytes. With serve --even-chunks, this
+    hides the exact length of an answer."""
     body = dump(value)
     return Response(body + b" " * (-len(body) % multiple), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """Return `error` as a response: in Anthropic's format if the request's `path` begins with /v1/messages, else in
-    OpenAI's."""
+    """Return `error` as a response: in Anthropic's format if `path` begins with /v1/messages, else in OpenAI's."""
     body = error.anthropic_body if path.startswith(ANTHROPIC) else error.body
     return json_response(body, error.status, error.headers)

@@ -40,8 +40,7 @@ class FeaturesRequest(Closed):
 
 
 def add_features(app: FastAPI, worker: EngineWorker) -> None:
-    """Add the endpoint /v1/features, which returns a document's hidden states, if the server was started with
-    --features."""
+    """Add the endpoint /v1/features if the server was started with --features."""
     config = worker.config
     if not config.features:
         return

@@ -1,7 +1,6 @@
 """Access control before a request is parsed: host names, API keys, and the size of the body.
 
-Host names are checked against DNS rebinding: a web page whose host name was redirected to this address would otherwise
-count as the server's own.
+Host names are checked against DNS rebinding, by which another site's page would count as the server's own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from paceline.serve.http.failures import ApiError, RequestRefused, error_respons
 from paceline.serve.settings import ServeConfig
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
-"""Paths without a key: probes, metrics and the web page, which asks the user for the key; /page/ needs none either."""
+"""Paths without a key: probes, metrics and the web page, which asks the user for the key."""
 ADMIN = "/admin/"
 """Path prefix that requires the admin key."""
 FORWARDED = ("origin", "forwarded", "via", "x-forwarded-for", "x-real-ip")
@@ -35,8 +34,7 @@ DISCARD_PAUSE_S = 2.0
 
 
 class Gate:
-    """ASGI middleware that passes a request on if its Host header and API key are valid and its body arrives in time
-    and within the size limit; otherwise it sends an error response."""
+    """ASGI middleware that passes a request on if its host, key and body are valid; else it sends an error response."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, refused: Callable[[str], None]) -> None:
         self._app, self._config, self._refused = app, config, refused
@@ -87,8 +85,8 @@ class Gate:
             raise ApiError.known("admin_closed")
 
     def _check_key(self, headers: Headers, digests: list[bytes], code: str, bare: str | None = None) -> None:
-        """Compare the key with all valid keys in constant time. `bare` is the x-api-key header of Anthropic's clients,
-        used if Authorization is missing. Raises ApiError."""
+        """Compare the key with all valid keys in constant time. `bare`: the x-api-key header, used if Authorization is
+        missing. Raises ApiError."""
         default = "" if bare is None else f"Bearer {bare}"
         scheme, _, key = headers.get("authorization", default).partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
@@ -107,11 +105,8 @@ class Body:
         self._is_whole = self._is_replayed = False
 
     async def read(self, length: str) -> None:
-        """Read the whole body into memory. `length`: value of the Content-Length header.
-
-        Raises ApiError if the body is too large or takes too long to arrive, ClientDisconnect if the client
-        disconnects.
-        """
+        """Read the whole body into memory. `length`: value of the Content-Length header. Raises ApiError if the body is
+        too large or too slow, ClientDisconnect if the client disconnects."""
         most = self._config.max_body_bytes
         if not length.isdecimal() or int(length[:19]) > most:
             raise ApiError.known("body_too_large", most=most)
@@ -125,11 +120,8 @@ class Body:
             raise ApiError.known("body_timeout", seconds=self._config.body_seconds) from None
 
     async def discard(self) -> None:
-        """Read and drop the rest of the body, because a client that is still sending would not read the response.
-
-        Stops after `DISCARD_BYTES` (64 MiB), after `DISCARD_PAUSE_S` (2 seconds) without data, and at the time limit
-        for the body.
-        """
+        """Read and drop the rest of the body, because a client that is still sending would not read the response. Stops
+        after `DISCARD_BYTES`, after `DISCARD_PAUSE_S` without data, and at the time limit for the body."""
         num_bytes = 0
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout_at(self._due):
@@ -137,8 +129,8 @@ class Body:
                     num_bytes += len(await asyncio.wait_for(self._next(), DISCARD_PAUSE_S))
 
     async def replay(self) -> Message:
-        """ASGI function `receive` for the application, used after `read`. The first call returns the whole body as one
-        message. Later calls wait for the next message from the server, which is http.disconnect."""
+        """ASGI function `receive` for the application. The first call returns the whole body as one message, later
+        calls the server's next message, http.disconnect."""
         if self._is_replayed:
             return await self._receive()
         self._is_replayed = True
@@ -172,8 +164,7 @@ def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
 
 
 def host_name(host: str) -> str:
-    """Return the host name in a Host header: in lower case, without the port, and without the brackets of an IPv6
-    address."""
+    """Return the host name in a Host header, in lower case, without port and IPv6 brackets."""
     host = host.strip().lower()
     name = (
         host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if host.count(":") == 1 else host

@@ -26,9 +26,8 @@ ENDPOINTS: dict[str, type[Closed]] = {
 
 
 def invalid(error: RequestValidationError, content_type: str, endpoint: str = "") -> ApiError:
-    """Return the error response for a request that pydantic rejected with `error`. The message names the first invalid
-    field or, if the Content-Type header `content_type` is not JSON, reports only the wrong content type. `endpoint`:
-    the request's path."""
+    """Return the error response for a request that pydantic rejected. The message names the first invalid field, or
+    only a content type that is not JSON. `endpoint`: the request's path."""
     if "json" not in content_type.lower():  # other origins' pages can send other types without a preflight request
         return RequestRefused(
             "send the body as JSON, with the header Content-Type: application/json", code="invalid_json"
@@ -77,8 +76,7 @@ def _reason(path: tuple[Any, ...], errors: list[Any], endpoint: str) -> str:
 
 
 def known_fields() -> list[str]:
-    """Return the names of all fields in all request formats, including those of nested objects. Error messages suggest
-    names from this list."""
+    """Return the names of all fields in all request formats, also of nested objects; error messages suggest them."""
     models, names = [*Closed.__subclasses__()], dict[str, None]()
     for model in models:
         models += model.__subclasses__()

@@ -17,7 +17,7 @@ from paceline.types import TokenLogprob
 
 
 class ChatReply(Reply):
-    """One answer of a chat completion. Converts its text and tool calls to an entry of OpenAI's `choices`."""
+    """One answer of a chat completion, as an entry of OpenAI's `choices`."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: ChatRequest) -> None:
         super().__init__(index, tokenizer, request, has_logprobs=bool(request.logprobs))
@@ -72,7 +72,7 @@ class ChatReply(Reply):
 
 
 class TextReply(Reply):
-    """One answer of a text completion. Converts its text to an entry of OpenAI's `choices`."""
+    """One answer of a text completion, as an entry of OpenAI's `choices`."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: CompletionRequest, echo: str) -> None:
         super().__init__(index, tokenizer, request, has_logprobs=request.logprobs is not None)
@@ -93,8 +93,7 @@ class TextReply(Reply):
         return {"text": echo + text}
 
     def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Return OpenAI's logprobs object of text completions; a prompt's first token has no log-probability, so
-        null."""
+        """Return OpenAI's logprobs object of text completions; a prompt's first token has null."""
         sizes = [len(self.token_text(one.token_id)) for one in logprobs]
         if sizes and not self._offset:  # decoding drops a first space
             sizes[0] = len(self.tokenizer.decode([logprobs[0].token_id], skip_special=False))

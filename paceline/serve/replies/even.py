@@ -35,18 +35,17 @@ KEPT = 0.9
 
 
 class Pace:
-    """Interval in seconds between two frames (chunks of equal size) of a streamed answer. It is fixed, or follows the
-    speed of earlier answers: it starts at `START_S`, and is computed anew after the first `FIRST` finished answers,
-    then after every `WINDOW`. As each computation uses several answers, the interval does not reveal the speed of a
-    single one."""
+    """Interval in seconds between two frames (chunks of equal size) of a streamed answer: fixed, or by the speed of
+    earlier answers. It starts at `START_S`, and is computed anew after the first `FIRST` finished answers, then after
+    every `WINDOW`. Several answers together hide the speed of a single one."""
 
     def __init__(self, fixed_s: float | None = None) -> None:
         self.interval_s = fixed_s or START_S
         self._is_fixed, self._due, self._measured = fixed_s is not None, FIRST, list[float]()
 
     def observe(self, token_s: Iterable[float]) -> None:
-        """Record the mean seconds per token of finished answers, one number for each answer. Unless the interval is
-        fixed, it is computed anew once enough answers have been recorded."""
+        """Record the mean seconds per token of finished answers. Unless it is fixed, the interval is computed anew once
+        enough are recorded."""
         self._measured += token_s
         if len(self._measured) >= self._due and not self._is_fixed:
             kept_s = sorted(self._measured)[int(KEPT * (len(self._measured) - 1))]
@@ -55,11 +54,8 @@ class Pace:
 
 
 def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
-    """Split an event into one event per token. `token_text` returns the text of a token id.
-
-    The event's text is divided among its tokens in order. Each token but the last gets as many characters as
-    `token_text` returns for it. The last token gets the rest, which may include text held back from earlier events.
-    """
+    """Split an event into one event per token. Each token but the last gets as many characters of the event's text as
+    `token_text` returns for it. The last one gets the rest, which may include text held back from earlier events."""
     chunk, rest = event.chunk, event.chunk.text
     last = len(chunk.token_ids) - 1
     for place, token in enumerate(chunk.token_ids[:-1]):
@@ -75,9 +71,8 @@ def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
 
 
 def frames(piece: bytes, size: int) -> list[bytes]:
-    """Cut `piece` into frames of exactly `size` bytes. `piece`: complete server-sent events; b"" gives one frame of
-    padding. The padding is put before the events, so that the last frame is full. It is an SSE comment, which clients
-    ignore."""
+    """Cut `piece`, complete server-sent events, into frames of exactly `size` bytes; b"" gives one frame of padding.
+    The padding is an SSE comment, which clients ignore, before the events."""
     opening, closing = COMMENT
     spaces = -(len(piece) + len(opening) + len(closing)) % size
     padded = opening + b" " * spaces + closing + piece
@@ -89,8 +84,7 @@ async def paced(pieces: AsyncIterator[bytes], size: int, interval_s: float) -> A
     the encoded events of one token each; b"" for a token without text.
 
     - If no piece is ready when a frame is due, the frame contains only padding.
-    - The total number of frames is a multiple of `MULTIPLE`. To reach it, frames of padding are sent before the last
-      piece.
+    - Frames of padding before the last piece make the number of frames a multiple of `MULTIPLE`.
     - If a slow client delays a frame, later frames are not sent faster to catch up.
     """
     ready, sending = deque([frames(await anext(pieces), size)]), list[bytes]()

@@ -36,8 +36,8 @@ log = logging.getLogger("paceline.serve")
 
 
 class Reply(ABC):
-    """One answer while it is generated. `take` adds an event from the worker. `choice` returns the text added since its
-    last call, as an entry of OpenAI's `choices`: once per chunk of a stream, or once for a complete answer."""
+    """One answer while it is generated. `take` adds an event from the worker; `choice` returns the text added since its
+    last call."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: Sampling, *, has_logprobs: bool) -> None:
         self.index, self.tokenizer = index, tokenizer
@@ -73,8 +73,8 @@ class Reply(ABC):
             self.pieces += [{"text": text, "drafted": place < event.num_accepted} for place, text in enumerate(texts)]
 
     def choice(self, *, is_stream: bool) -> dict[str, Any] | None:
-        """Return the text since the last call as an entry of `choices` in the endpoint's format; None if there is
-        nothing to send yet. `is_stream`: True for the format of a stream's chunk."""
+        """Return the text since the last call as an entry of OpenAI's `choices`; None if there is nothing to send yet.
+        `is_stream`: use the format of a stream's chunk."""
         text, self._text = self._text, ""
         choice = self._shown(text, is_stream)
         if choice is None:
@@ -120,9 +120,9 @@ class Exchange:
         num_prompts: int = 1,
         lossless: bool = True,
     ) -> None:
-        """`kind` is the type of OpenAI's response object ("chat.completion"), `prefix` the prefix of its id
-        ("chatcmpl"), `num_prompts` the number of prompts that the replies answer, equally many each. If `lossless` is
-        False, responses have the field lossless: false."""
+        """`kind`: type of OpenAI's response object ("chat.completion"); `prefix`: prefix of its id. `num_prompts`:
+        number of prompts that the replies answer, equally many each. Without `lossless`, responses have the field
+        lossless: false."""
         self._ticket, self._replies, self._request = ticket, replies, request
         self.is_stream = bool(request.stream)
         self._with_each = bool(request.stream_options and request.stream_options.continuous_usage_stats)
@@ -175,8 +175,8 @@ class Exchange:
             self.close()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the answers as encoded server-sent events. Events that arrived together are joined into one piece of
-        bytes. An error is sent as the last event."""
+        """Yield the answers as encoded server-sent events; those that arrived together are joined. An error is sent as
+        the last event."""
         try:
             async for chunks in self.chunks():
                 pieces = [self.written(chunk) if chunk else b"" for chunk in chunks]
@@ -194,17 +194,15 @@ class Exchange:
             yield self.end
 
     def even_stream(self, pace: Pace) -> AsyncIterator[bytes]:
-        """Yield the stream as frames of equal size at a steady rate, so that network listeners see neither the number
-        of accepted drafts nor the lengths of tokens. `pace`: interval between frames for a request with one answer;
-        with n answers, the interval is n times shorter."""
+        """Yield the stream as frames of equal size at a steady rate, to hide accepted drafts and lengths of tokens from
+        network listeners. `pace`: interval between frames for one answer; with n answers, it is n times shorter."""
         self._is_even, top = True, self._ticket.jobs[0].params.logprobs
         size = FRAME + (0 if top is None else LOGPROB * (1 + top))
         return paced(self.stream(), size, pace.interval_s / len(self._replies))
 
     async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield the chunks of the stream as JSON objects, in lists: one list for each batch of events that arrived
-        together. After `even_stream` was called, each token has its own chunk; the chunk is {} if there is no text to
-        send for it yet."""
+        """Yield the chunks of the stream as JSON objects, in one list for each batch of events that arrived together.
+        After `even_stream`, each token has its own chunk, {} if there is no text to send for it yet."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         is_chat = self._head["object"] == "chat.completion"
@@ -228,7 +226,7 @@ class Exchange:
         return sse(error.body)
 
     def _last(self, with_usage: bool) -> dict[str, Any]:
-        """Return the fields of the last chunk: usage, metrics and timings, if they were requested."""
+        """Return the requested fields of the last chunk: usage, metrics and timings."""
         extras = {"usage": self._usage()} if with_usage else {}
         if self._request.return_metrics:
             extras["metrics"] = self._metrics()
@@ -262,8 +260,7 @@ class Exchange:
 
     @property
     def token_s(self) -> list[float]:
-        """Mean seconds per token after the first, one number for each finished answer. Answers of one token are left
-        out."""
+        """Mean seconds per token after the first, for each finished answer of more than one token."""
         times = [seq.timings.token_s for seq in self._sequences]
         return [(each[-1] - each[0]) / (len(each) - 1) for each in times if len(each) > 1]
 
@@ -335,13 +332,13 @@ def finite(logprob: float) -> float:
 
 
 def sse(value: dict[str, Any], name: str = "") -> bytes:
-    """Encode a JSON value as a server-sent event. `name`: its event name; "" for an event without a name."""
+    """Encode a JSON value as a server-sent event. `name`: its event name, or ""."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + dump(value) + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
-    `receive`: the request's ASGI function, which reports the disconnection."""
+    `receive`: the request's ASGI function."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_hung_up(receive))
     try:

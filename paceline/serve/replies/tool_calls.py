@@ -37,8 +37,7 @@ class Call:
 
 
 def read_call(text: str, names: set[str]) -> Call | None:
-    """Parse `text`, a JSON object, as a call of one of the tools `names`. Returns None if it is not JSON or not a call
-    of one of them."""
+    """Parse `text`, a JSON object, as a call of one of the tools `names`; None if it is not one."""
     try:
         spans = _members(text.strip(SPACE))
         name = json.loads(spans.get("name", "null"))
@@ -74,15 +73,15 @@ def _skip(text: str, place: int) -> int:
 
 
 class ObjectScan:
-    """Finds the end of a JSON object in a text that still grows. The object starts at the offset `begin`. Over all
-    calls of `end`, each character is read once."""
+    """Finds the end of the JSON object at the offset `begin` in a text that still grows. Each character is read
+    once."""
 
     def __init__(self, begin: int) -> None:
         self._place, self._depth, self._is_string = begin, 0, False
 
     def end(self, text: str) -> int | None:
-        """Return the offset after the object's closing brace, or None if the brace has not arrived yet. `text`: all of
-        the text that has arrived so far."""
+        """Return the offset after the object's closing brace, None if it has not arrived yet. `text`: all of the text
+        so far."""
         while mark := (IN_STRING if self._is_string else QUOTE_OR_BRACE).search(text, self._place):
             self._place = mark.end()
             if mark[0] == "\\":
@@ -138,15 +137,12 @@ Piece = str | Call
 
 
 class CallParser:
-    """Splits a streamed answer into texts and tool calls, in the answer's order. The sizes of the pieces in which the
-    answer arrives do not change the result.
-
-    Text that could be the beginning of a call is held back until more text shows whether it is one. White space before
-    a call and after the last call is dropped.
-    """
+    """Splits a streamed answer into texts and tool calls, in order, however the answer is divided into pieces. Text
+    that could be the beginning of a call is held back until more text decides. White space before a call and after the
+    last call is dropped."""
 
     def __init__(self, names: Iterable[str], *, is_whole: bool = False, most: int | None = None) -> None:
-        """`names`: the tools that may be called. `is_whole`: the whole answer is calls without tags, or text; it is
+        """`names`: the tools that may be called. `is_whole`: the whole answer is calls without tags, or text, and is
         parsed at its end. `most`: maximum number of calls; later ones are dropped."""
         self._names = set(names)
         self._held, self._is_whole, self._most = "", is_whole, most
@@ -156,8 +152,7 @@ class CallParser:
         self._is_start, self._has_text = True, False
 
     def push(self, text: str) -> list[Piece]:
-        """Add the next text of the answer. Returns, in order, the texts that can be sent now and the calls that are
-        complete."""
+        """Add the next text of the answer. Returns the texts that can be sent now and the complete calls, in order."""
         self._held += text
         if self._is_whole or (self._scan and self._scan.end(self._held) is None):
             return []
@@ -234,7 +229,7 @@ class CallParser:
             self._has_text |= bool(text)
 
     def _num_safe(self) -> int:
-        """Return the number of held characters that are text: neither a partial tag nor white space that may precede
+        """Return the number of held characters that are text: no partial tag, and no white space that may precede
         one."""
         size = len(self._held) - num_undecided(self._held, (OPEN,))
         return len(self._held[:size].rstrip(SPACE))

@@ -42,15 +42,13 @@ Drafter = Annotated[
 
 
 def names_of(worker: EngineWorker) -> tuple[str, ...]:
-    """Return the model names that clients may use: those in the configuration, else only the last part of the model's
-    path."""
+    """Return the model names for clients: the configured ones, else the last part of the model's path."""
     return worker.config.served_names or (short_name(worker.serving().name),)
 
 
 def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
-    """Return (model name for clients, properties of the loaded model). `name`: the model named in the request; None if
-    the request names no model. Raises ApiError if the server has no model of this name, or does not accept requests
-    now."""
+    """Return (model name for clients, properties of the loaded model). `name`: the model that the request names, if
+    any. Raises ApiError if the server has no such model, or accepts no requests now."""
     names = names_of(worker)
     if name is not None and name not in names:
         message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
@@ -66,14 +64,10 @@ async def answer_chat(
     exchange: Callable[..., Exchange],
     drafter: str | None = None,
 ) -> Response:
-    """Queue a chat request in the engine and return the HTTP response.
-
-    - `tag`: value of the header x-paceline-tag (the client's label, recorded in the trace); None if missing.
-    - `drafter`: value of the header x-paceline-drafter (name of the drafter to use); None if missing.
-    - `exchange`: returns an Exchange, which converts the answers to the endpoint's format. Its arguments are the
-      model's name, `body`, the Ticket (source of the engine's tokens), a list with one ChatReply per answer, and the
-      keyword `lossless` (False if acceptance is mocked).
-    """
+    """Queue a chat request in the engine and return the HTTP response. `tag` and `drafter`: see `asked_route`; the tag
+    is also recorded in the trace. `exchange`: returns the Exchange that converts the answers to the endpoint's format.
+    Its arguments are the model's name, `body`, the Ticket, a list with one ChatReply per answer, and the keyword
+    `lossless` (False if acceptance is mocked)."""
     name, model = check_model(body.model, worker)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
@@ -91,12 +85,9 @@ def asked_route(
     worker: EngineWorker,
     model: ModelInfo,
 ) -> Route | None:
-    """Return the route that selects the request's drafter; None selects the default drafter.
-
-    `drafter`: value of the header x-paceline-drafter. If given, it names the drafter; otherwise the server's setting
-    `route` decides (see `route_of`). `tag`: value of the header x-paceline-tag, which names the drafter if `route` is
-    "tag". Raises RequestRefused if x-paceline-drafter names an unknown drafter.
-    """
+    """Return the route that selects the request's drafter; None selects the default drafter. `drafter`: header
+    x-paceline-drafter, which names the drafter; without it, the server's setting `route` decides (`route_of`). `tag`:
+    header x-paceline-tag. Raises RequestRefused for an unknown drafter."""
     name = drafter and drafter.strip()
     return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 
@@ -108,9 +99,8 @@ async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
 
 
 async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
-    """Compile the grammars of one request's jobs (a job is one answer to generate). Returns copies of the jobs with the
-    compiled grammars; `clock` measures the compilation and is set in each copy. Raises RequestRefused for an invalid
-    grammar."""
+    """Return the jobs of one request with compiled grammars and with `clock`, which measures the compilation. Raises
+    RequestRefused for an invalid grammar."""
     clock.mark("dispatch")
     jobs = await worker.compiled(jobs)
     clock.mark("grammar")
@@ -118,8 +108,7 @@ async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[
 
 
 async def respond(http: Request, exchange: Exchange) -> Response:
-    """Return the HTTP response with the answers of `exchange`: one JSON object, or a stream. If the client disconnects,
-    the request is aborted."""
+    """Return the HTTP response with the answers of `exchange`. If the client disconnects, the request is aborted."""
     pace: Pace | None = http.app.state.pace
     http.state.is_queued = True
     try:

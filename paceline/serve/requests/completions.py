@@ -36,12 +36,9 @@ TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}", re.ASCII)
 
 
 def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None) -> list[Job]:
-    """Convert a chat request to jobs for the engine, one for each of its `n` answers. Rendering the chat template and
-    encoding are slow, so call this function in a thread; `clock` measures both.
-
-    Raises RequestRefused for fields that are invalid or contradict each other, and for values beyond this server's
-    limits.
-    """
+    """Convert a chat request to jobs for the engine, one for each of its `n` answers. Call it in a thread, because the
+    chat template and the tokenizer are slow; `clock` measures both. Raises RequestRefused for fields that are invalid
+    or contradict each other, and for values beyond this server's limits."""
     clock = clock or Clock()
     clock.mark("dispatch")
     if request.top_logprobs is not None and not request.logprobs:
@@ -71,12 +68,9 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
 def completion_jobs(
     request: CompletionRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None
 ) -> tuple[list[Job], list[str]]:
-    """Convert a text completion request to jobs for the engine (a job is one answer to generate): `n` for each prompt,
-    in the order of the prompts. Also returns, for each job, the text to put before its answer: the prompt if the
-    request has `echo`, else "". Encoding is slow, so call this function in a thread; `clock` measures it.
-
-    Raises RequestRefused for unsupported or invalid fields, and for values beyond this server's limits.
-    """
+    """Convert a text completion request to jobs for the engine: `n` answers to each prompt, in the order of the
+    prompts. Also returns the text to put before each answer: with `echo` its prompt, else "". Call it in a thread,
+    because encoding is slow; `clock` measures it. Raises RequestRefused as `chat_jobs` does."""
     if request.suffix:
         raise RequestRefused("suffix is not supported: put it into the prompt", param="suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -111,12 +105,9 @@ def jobs_of(
     grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
     """Return `n` jobs (answers to generate) for each prompt (token ids), in the order of the prompts. `max_tokens`:
-    longest answer in tokens; None limits it to `config.default_max_tokens` and to the rest of the context. `logprobs`:
-    number of most probable tokens to return at each position; None for no log-probabilities. `grammar`: (name of the
-    request field with the grammar, the grammar), or None.
-
-    Raises RequestRefused for values that are invalid or beyond this server's limits.
-    """
+    longest answer; None allows `config.default_max_tokens`, within the context. `logprobs`: number of most probable
+    tokens to return at each position; None for no log-probabilities. `grammar`: (name of its request field, grammar).
+    Raises RequestRefused for values that are invalid or beyond this server's limits."""
     field, spec = grammar or (None, None)
     if spec is not None and model.mocked:
         message = (
@@ -160,10 +151,9 @@ def jobs_of(
 
 
 def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
-    """Return the request's sampling parameters. `logprobs`: number of most probable tokens whose log-probabilities are
-    returned at each position; None for no log-probabilities. This number and the request's top_k are limited to
-    `vocab_size`, the number of tokens in the vocabulary. `grammar`: the grammar that the answer must follow, or None.
-    Raises RequestRefused for invalid values."""
+    """Return the request's sampling parameters. `logprobs`: number of most probable tokens to return at each position;
+    None for no log-probabilities. This number and top_k are limited to `vocab_size`. Raises RequestRefused for invalid
+    values."""
     temperature = 1.0 if request.temperature is None else request.temperature
     is_greedy = temperature < MIN_TEMPERATURE or request.top_p == 0  # top_p always keeps the most likely token
     try:

@@ -1,7 +1,7 @@
 """Unsupported request fields of OpenAI's, vLLM's and llama.cpp's servers: which are ignored, which are rejected.
 
-`protocol.py` defines the supported fields. Fields in `UNUSED` are ignored (docs/reference/http-api.md lists them).
-Fields in `REFUSED` and unknown fields get status 400, unless their value requests the default behaviour.
+Fields in `UNUSED` are ignored (docs/reference/http-api.md lists them). Fields in `REFUSED` and unknown fields get
+status 400, unless their value requests the default behaviour.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from paceline.data.messages import UNUSED_CALL_KEYS, UNUSED_CALLED_KEYS, UNUSED_
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request field that the server does not support. A request with this field is rejected, unless the field's value
-    is neutral: it requests what the server does by default."""
+    """A request field that the server does not support. A request with this field is rejected, unless the value is
+    neutral: it requests what the server does by default."""
 
     advice: str
     """Part of the error message: what to do instead."""
@@ -25,7 +25,7 @@ class Refused:
     """Values that request the default behaviour, and so are accepted."""
 
     def holds(self, value: Any) -> bool:
-        """Return True if `value` is neutral, so that a request with it is accepted."""
+        """Return True if `value` is neutral."""
         return any(type(value) is type(one) and value == one for one in self.neutral)
 
 
@@ -193,12 +193,8 @@ NESTED_UNUSED: dict[str, dict[str, str]] = {
 
 
 def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: Mapping[str, str]) -> bool:
-    """Return True if the unsupported field `name` can be ignored, for one of these reasons:
-
-    - Its value is null.
-    - It is in `unused`, the ignored fields.
-    - It is in `refused`, the rejected fields, but its value requests the default behaviour.
-    """
+    """Return True if the unsupported field `name` can be ignored: its value is null, it is in `unused`, or it is in
+    `refused` with a neutral value."""
     return value is None or name in unused or (name in refused and refused[name].holds(value))
 
 
@@ -211,9 +207,9 @@ def why_refused(
 ) -> str:
     """Return the error message for an unsupported field.
 
-    - `path`: the field's name, after the names of the objects that contain it, outermost first.
-    - `refused`: rejected fields at the top level of a request.
-    - `nested`: rejected fields in objects of a request, by the object's name.
+    - `path`: names of the objects that contain it, outermost first, then its own.
+    - `refused`: rejected fields at the top level of a request; `nested`: those in objects of a request, by the object's
+      name.
     - `known`: valid names, for suggestions.
     - `endpoints`: other endpoints, which support the field.
     """

@@ -42,8 +42,8 @@ def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None)
 
 
 def prediction_ids(request: ChatRequest, model: ModelInfo) -> tuple[int, ...]:
-    """Return the token ids of the request's prediction (the answer that the client expects); () if it has no
-    prediction. Raises RequestRefused for a prediction that is not text, or is longer than the context."""
+    """Return the token ids of the request's prediction (the answer that the client expects). Raises RequestRefused if
+    it is not text, or longer than the context."""
     if request.prediction is None:
         return ()
     try:
@@ -73,9 +73,9 @@ def _texts(request: ChatRequest) -> Iterator[str]:
 def encode_request(
     request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None
 ) -> list[int]:
-    """Return the token ids of a request's conversation. The chat template renders it, with the request's tools and
-    template variables. `clock` measures the template and the tokenizer. Raises RequestRefused for invalid messages or
-    tools, and if the request sets `reasoning_effort` or `documents` but the template does not use them."""
+    """Return the token ids of a request's conversation, rendered by the chat template. `clock` measures the template
+    and the tokenizer. Raises RequestRefused for invalid messages or tools, and for `reasoning_effort` or `documents`
+    that the template does not use."""
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
         value = getattr(request, name)
@@ -88,8 +88,7 @@ def encode_request(
 
 
 def turn_options(request: ChatRequest | TokenizeRequest) -> dict[str, bool]:
-    """Return the chat template's options for the end of the prompt: `add_generation_prompt` and
-    `continue_final_message`. Raises RequestRefused if the request sets both."""
+    """Return the chat template's options for the end of the prompt. Raises RequestRefused if the request sets both."""
     if request.continue_final_message and request.add_generation_prompt:
         message = "continue_final_message goes on with the last message, add_generation_prompt opens a new one: choose"
         raise RequestRefused(message, param="continue_final_message")
@@ -109,10 +108,7 @@ def encode_chat(
 ) -> list[int]:
     """Return the token ids of a conversation, rendered by the chat template. `variables`: further variables of the
     template. `options`: `add_generation_prompt` and `continue_final_message`, as in Transformers. `clock` measures the
-    template and the tokenizer.
-
-    Raises RequestRefused for malformed messages, or if the template rejects them.
-    """
+    template and the tokenizer. Raises RequestRefused for malformed messages, or if the template rejects them."""
     clock = clock or Clock()
     try:
         plain = [message.as_sent() for message in messages]
@@ -126,9 +122,8 @@ def encode_chat(
 
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
-    """Return the token ids for a request to /tokenize. Its `prompt` is encoded like the prompt of a text completion,
-    its `messages` like a chat. Raises RequestRefused unless the request has exactly one of these two fields, and for
-    options that belong to the other one."""
+    """Return the token ids for a request to /tokenize: of its `prompt` as in a text completion, or its `messages` as in
+    a chat. Raises RequestRefused unless it has exactly one of them, and for options of the other one."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestRefused("give either prompt or messages", param="prompt")
     if request.messages is None:
@@ -142,8 +137,8 @@ def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
 
 
 def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[int]]:
-    """Return the token ids of each prompt of a text completion request. Raises RequestRefused for missing, empty, far
-    too long or otherwise invalid prompts."""
+    """Return the token ids of each prompt of a text completion request. Raises RequestRefused for empty, far too long
+    or otherwise invalid prompts."""
     prompt, with_special = request.prompt, request.add_special_tokens is not False
     is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
     prompts, encoded = cast("list[str | list[int]]", [prompt] if is_one else prompt), list[list[int]]()
@@ -157,8 +152,8 @@ def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[in
 
 
 def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text, without a chat template. `add_special_tokens`: also add the special tokens that
-    the tokenizer puts around a text, such as BOS. Raises RequestRefused if the tokenizer rejects the text."""
+    """Return the token ids of a text, without a chat template. `add_special_tokens`: also add those that the tokenizer
+    puts around a text, such as BOS. Raises RequestRefused if the tokenizer rejects the text."""
     try:
         return tokenizer.encode(text, add_special_tokens)
     except PacelineError as error:
@@ -166,8 +161,7 @@ def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True
 
 
 def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
-    """Check that all token ids are in the vocabulary, and return them. Raises RequestRefused, naming `field`,
-    otherwise."""
+    """Return the token ids. Raises RequestRefused, naming `field`, if one is not in the vocabulary."""
     wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
     if wrong is not None:
         raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}", param=field)
@@ -175,9 +169,8 @@ def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
 
 
 def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None:
-    """Raises RequestRefused if the texts together have more than 64 (MAX_TOKEN_CHARACTERS) characters per token of the
-    context. Texts that are far too long are thus rejected without being encoded. `field`: name of the request's field
-    that contains the texts, for the error."""
+    """Raises RequestRefused, naming `field`, if the texts have more than MAX_TOKEN_CHARACTERS characters per token of
+    the context. So texts that are far too long are not encoded."""
     num_characters = sum(map(len, texts))
     if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
         noun = "prediction" if field == "prediction" else "prompt"

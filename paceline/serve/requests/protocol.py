@@ -156,8 +156,7 @@ class Message(Closed):
     refusal: SkipValidation[str | None] = Field(None, description="Replaces a content that is null.")
 
     def as_sent(self) -> dict[str, Any]:
-        """Return the fields that the client sent, without defaults. Their values are not validated yet;
-        `paceline.data.messages` does this later."""
+        """Return the fields that the client sent. Their values are validated later, by `paceline.data.messages`."""
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 

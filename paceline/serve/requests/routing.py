@@ -11,15 +11,14 @@ from paceline.serve.requests.tools import text_of
 from paceline.types import NONE, Route
 
 LONGEST = 4 * max(TEMPLATE, LOOKED_AT)
-"""Characters at the beginning and at the end of a message that are used to classify the request."""
+"""Characters at both ends of a message that are used to classify the request."""
 AUTO, TAG = "auto", "tag"
 DRAFTER = "x-paceline-drafter"
 """Header that names a drafter; it overrides `ServeConfig.route`."""
 
 
 def chosen_route(name: str, drafters: Sequence[str]) -> Route:
-    """Return the route to the drafter `name`, the value of the header x-paceline-drafter; "none" is plain decoding.
-    Raises RequestRefused if `name` is neither "none" nor in `drafters`."""
+    """Return the route to the drafter `name`; "none" is plain decoding. Raises RequestRefused for an unknown one."""
     if name not in (*drafters, NONE):
         message = f"there is no drafter {name!r:.100} here: {DRAFTER} names one of {', '.join([*drafters, NONE])}"
         raise RequestRefused(message, param=DRAFTER, code="drafter_not_found")
@@ -29,11 +28,13 @@ def chosen_route(name: str, drafters: Sequence[str]) -> Route:
 def route_of(
     how: str, body: ChatRequest | CompletionRequest, headers: Mapping[str, str], tag: str | None
 ) -> Route | None:
-    """Return the route that selects a request's drafter. `how`: the server's setting `ServeConfig.route`.
+    """Return the route that selects a request's drafter, by the server's setting `how` (`ServeConfig.route`).
 
-    "tag": `tag` (the client's label) is the name of the drafter. "header:NAME": the value of the header NAME is the
-    name of the drafter. If this label or header is missing, returns None, which selects the first drafter. "auto": the
-    router chooses the drafter by the request's classes (groups of similar requests), computed from `body` and `tag`.
+    - "tag": `tag` (the client's label) is the name of the drafter.
+    - "header:NAME": the value of the header NAME is the name of the drafter.
+    - "auto": the router chooses by the request's classes, computed from `body` and `tag`.
+
+    A missing label or header gives None, which selects the first drafter.
     """
     if how != AUTO:
         name = tag if how == TAG else headers.get(how.partition(":")[2])

@@ -13,8 +13,8 @@ from paceline.serve.requests.protocol import ChatRequest, ChosenTool, Message, T
 
 
 def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
-    """Return the tools that the answer may call; an empty list if tool_choice is "none". Raises RequestRefused if
-    tool_choice names an unknown tool, or is "required" and there are no tools."""
+    """Return the tools that the answer may call; none if tool_choice is "none". Raises RequestRefused if tool_choice
+    names an unknown tool, or is "required" without tools."""
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, ChosenTool) and choice.function.name not in {tool.function.name for tool in tools}:
         raise RequestRefused(
@@ -26,9 +26,8 @@ def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
 
 
 def forced_schema(request: ChatRequest) -> str | None:
-    """Return the JSON schema that the answer must follow if `tool_choice` forces a tool call, else None. Raises
-    RequestRefused for an invalid `tool_choice`, or if the same name has different definitions ("$defs") in the schemas
-    of two tools."""
+    """Return the JSON schema of the answer if `tool_choice` forces a tool call, else None. Raises RequestRefused for an
+    invalid `tool_choice`, or if "$defs" of two tools' schemas contradict each other."""
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None
@@ -47,8 +46,7 @@ def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def text_of(message: Message, field: str = "messages") -> str:
-    """Return a message's text. Raises RequestRefused if the content has a part without text; the error names
-    `field`."""
+    """Return a message's text. Raises RequestRefused, naming `field`, if its content has a part without text."""
     try:
         return content_text(message.content, f"{field}.content")
     except MessageError as error:

@@ -45,8 +45,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 class Drafters:
-    """Lists, loads, drains and unloads drafters of the running server, and pins request classes (groups of similar
-    requests) to a drafter. The admin API calls it in the event loop."""
+    """Lists, loads, drains and unloads drafters of the running server, and pins request classes to a drafter. Call it
+    in the event loop."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -56,7 +56,7 @@ class Drafters:
         """Name -> (rounds, tokens, seconds) counted under this name before the current drafter was loaded."""
 
     async def table(self) -> list[dict[str, Any]]:
-        """Return a list with an object per drafter, which has these keys:
+        """Return an object per drafter, which has these keys:
 
         - name;
         - drafter: source it was loaded from; "" while it is being loaded;
@@ -76,8 +76,7 @@ class Drafters:
         return await self._call(lambda model: _sizes(memory_of(model.engine.pool.drafters, model.target)))
 
     async def clusters(self) -> list[dict[str, Any]]:
-        """Return a list with an object per request class (group of similar requests); an empty list if the server has
-        no router. An object has these keys:
+        """Return an object per request class (group of similar requests); none without a router. It has these keys:
 
         - cluster: name of the class;
         - label: the name, with a client's tag replaced by a hash;
@@ -89,10 +88,10 @@ class Drafters:
         return await self._call(_clusters)
 
     async def load(self, name: str, drafter: str) -> dict[str, Any]:
-        """Load a drafter (folder or hub id) into the pool under `name`. If the name is in use, new requests get the new
-        drafter; running requests keep the old one. Returns the new drafter's entry in `table`. Raises ApiError if the
-        drafter or its name is invalid, if memory or room in the pool is lacking, if a trial request with the drafter
-        fails, and while another drafter is being loaded."""
+        """Load a drafter (folder or hub id) under `name`; returns its entry in `table`. Running requests keep an
+        earlier drafter of this name, new ones get the new one. Raises ApiError if the drafter or its name is invalid,
+        if memory or room in the pool is lacking, if a trial request with the drafter fails, and while another drafter
+        is being loaded."""
         with _refusing():
             check_name(name)
         if self._busy:
@@ -116,15 +115,15 @@ class Drafters:
         return await self._changed(name)
 
     async def drain(self, name: str) -> dict[str, Any]:
-        """Stop giving new requests to the drafter `name`; its running requests finish. Returns its entry in `table`.
-        Raises ApiError for an unknown name."""
+        """Give no new requests to the drafter `name`; running ones finish. Returns its entry in `table`. Raises
+        ApiError for an unknown name."""
         with _refusing(404):
             await self._call(lambda model: model.drain_drafter(name))
         return await self._changed(name)
 
     async def unload(self, name: str) -> list[dict[str, Any]]:
-        """Remove a drafter from the pool; returns the `table` of the remaining ones. Raises ApiError if running
-        requests use the drafter, or for an unknown name."""
+        """Remove a drafter from the pool; returns the `table` of the others. Raises ApiError if running requests use
+        it, or for an unknown name."""
 
         def remove(model: LLM) -> int:
             pool = model.engine.pool
@@ -142,9 +141,9 @@ class Drafters:
         return await self.table()
 
     async def pin(self, cluster: str, name: str | None) -> dict[str, Any]:
-        """Pin a request class (`cluster`) to the drafter `name`, so that all its requests use this drafter; None unpins
-        the class. Returns the class's entry in `clusters`. Raises ApiError for an unknown class or drafter, and if the
-        server has no router (it has one with --route auto)."""
+        """Make all requests of a class (`cluster`) use the drafter `name`; None unpins the class. Returns its entry in
+        `clusters`. Raises ApiError for an unknown class or drafter, and if the server was not started with --route
+        auto."""
 
         def pin(model: LLM) -> None:
             if name not in (None, NONE):
@@ -265,8 +264,7 @@ def _clusters(model: LLM) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _refusing(status: int = 400) -> Iterator[None]:
-    """Convert PacelineErrors to ApiErrors. Too little memory has its own code, because it is not the drafter's
-    fault."""
+    """Convert PacelineErrors to ApiErrors. Too little memory has its own code: it is not the drafter's fault."""
     try:
         yield
     except MemoryBudgetError as error:

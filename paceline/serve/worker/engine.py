@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Properties of the loaded model that the server's event loop uses, such as context length and tokenizer. Keeps no
-    weights or cache in memory."""
+    """Properties of the loaded model that the server's event loop uses. Keeps no weights or cache in memory."""
 
     name: str
     tokenizer: Tokenizer
@@ -50,11 +49,8 @@ class ModelInfo:
 
 
 def marks_of(model: LLM) -> dict[str, Any]:
-    """Return a fingerprint of the model's drafters, which changes if a drafter is replaced, drained or removed. Maps
-    name -> (source, state of its files when the drafter was loaded, True if new requests may use the drafter).
-
-    The fingerprint does not change if a drafter is only released from memory and loaded again. It keeps no drafter in
-    memory.
-    """
+    """Return a fingerprint of the model's drafters: name -> (source, state of its files when it was loaded, True if it
+    takes new requests). It changes if a drafter is replaced, drained or removed, but not if one is only released from
+    memory and loaded again. It keeps no drafter in memory."""
     members = [(name, each.drafter, each.is_open) for name, each in model.members.items()]
     return {name: (drafter.source or ref(drafter), drafter.stamp, is_open) for name, drafter, is_open in members}

@@ -1,7 +1,7 @@
-"""Queue of commands for the engine's thread: requests to add or drop, and functions to run. `ticket.Outbox` passes
-events in the opposite direction.
+"""Queue of commands for the engine's thread: requests to add or drop, and functions to run.
 
-A caller of `call` always gets a result or an error, even if the thread ends first.
+`ticket.Outbox` passes events in the opposite direction. A caller of `call` always gets a result or an error, even if
+the thread ends first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Inbox:
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Queue `function`. Returns a future with its result or exception, or with an ApiError if the inbox is closed
-        before the function has run."""
+        before it has run."""
         future: Future[Any] = Future()
         with self._condition:
             if self._closed is not None:
@@ -77,8 +77,8 @@ class Inbox:
         return self._commands.popleft()
 
     def close(self, code: str) -> None:
-        """Close the inbox and drop all queued commands. All futures of `call` that have no result yet, and those of
-        later calls, get the ApiError with this `code` in failures.json."""
+        """Close the inbox and drop all commands. Unfinished and later `call`s get the ApiError with this `code` in
+        failures.json."""
         with self._condition:
             self._closed = code
             self._commands.clear()
@@ -88,8 +88,8 @@ class Inbox:
 
 
 def complete(future: Future[Any], function: Callable[[], Any]) -> None:
-    """Run `function` and set its result or exception in the future; does nothing if the future is cancelled. SystemExit
-    and KeyboardInterrupt, which are not subclasses of Exception, are raised here; the future then gets an ApiError."""
+    """Run `function` and set its result or exception in the future, unless the future is cancelled. SystemExit and
+    KeyboardInterrupt are raised here; the future then gets an ApiError."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -40,21 +40,16 @@ or marginals (acceptance by draft position and candidate rank)."""
 
 
 def read_mock(text: str) -> Mock:
-    """Parse the text of `serve --mock`, which sets how many drafts the mocked verification accepts. Raises ConfigError
-    unless it has one of these three forms.
+    """Parse the text of `serve --mock`, which sets how many drafts the mocked verification accepts:
 
-    A number: mean tokens per round, 1 or more, including the bonus token.
+    - mean tokens per round, bonus token included: a number, 1 or more;
+    - a survival curve (shares of rounds whose first 1, 2, ... drafts are accepted): .8,.6,.4 or survival:.8,.6,.4, the
+      path of a JSON file with such a list, alone or under the key "survival", or any other path that `paceline simulate
+      --acceptance` reads;
+    - marginals (acceptance by draft position and candidate rank): the name of a built-in table, "greedy" or "sampled",
+      or the path of a JSON file with a list of lists, alone or under the key "marginals".
 
-    A survival curve (shares of rounds whose first 1, 2, ... drafts are accepted):
-
-    - .8,.6,.4 or survival:.8,.6,.4;
-    - the path of a JSON file with such a list, alone or under the key "survival";
-    - any other path that `paceline simulate --acceptance` reads.
-
-    Marginals (acceptance chances by draft position and candidate rank):
-
-    - the name of a built-in table, "greedy" or "sampled";
-    - the path of a JSON file with a list of lists, or with an object that has the key "marginals".
+    Raises ConfigError for all other texts.
     """
     path = Path(text).expanduser()
     if text in built_in():
@@ -95,19 +90,18 @@ def _checked(shares: list[float]) -> tuple[float, ...]:
 
 
 def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfig:
-    """Return the configuration `engine` with mocked acceptance. `mock`: the text of --mock, which sets how many drafts
-    verification accepts (see `read_mock`).
+    """Return the configuration `engine` with mocked acceptance (`mock`: the text of --mock, see `read_mock`).
 
     The model gets random weights in these cases:
 
     - It is a folder without weights.
     - It is a JSON file, which is read as the model's config.json.
-    - It is a name in the catalogue (`paceline simulate --list`) but not a hub id. A hub id in the catalogue counts too
-      if `engine` already has random weights.
+    - It is a name in the catalogue (`paceline simulate --list`) but not a hub id; a hub id too if `engine` already has
+      random weights.
 
     In the last two cases, the config is written to a folder in `scratch`. Raises ConfigError if `mock` or the config is
-    invalid, ModelNotFoundError if the model or its config is not found, UnsupportedModelError if the config is not a
-    JSON object or the catalogue does not have it.
+    invalid, ModelNotFoundError if the model is not found, UnsupportedModelError if its config is not a JSON object or
+    the catalogue does not have it.
     """
     acceptance, path = read_mock(mock), Path(engine.model).expanduser()
     if isinstance(acceptance, Marginals):
@@ -143,13 +137,10 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 
 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
-    """Return the drafter to load on a server with mocked acceptance: `name`, except that "default" becomes
-    random-dflash (an untrained drafter with random weights) if no drafter shipped for `model` is installed.
-
-    `most_accepted`: maximum tokens per round that the mock gives, including the bonus token; 1 means that no draft is
-    ever accepted. Raises ConfigError for "ngram", because it does not draft in every round, and for "none" if
-    `most_accepted` is above 1.
-    """
+    """Return the drafter to load with mocked acceptance: `name`, but random-dflash (random weights) for "default" if no
+    drafter shipped for `model` is installed. `most_accepted`: maximum tokens per round that the mock gives, bonus token
+    included. Raises ConfigError for "ngram", because it does not draft in every round, and for "none" if
+    `most_accepted` is above 1."""
     if name == "default":
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):
@@ -161,8 +152,7 @@ def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
 
 
 def check_yield(mock: Mock, num_drafted: int) -> None:
-    """Raises ConfigError if the mocked acceptance `mock` (see `read_mock`) needs more drafts per round than
-    `num_drafted`, the number that the drafter drafts."""
+    """Raises ConfigError if the mocked acceptance needs more drafts per round than `num_drafted`."""
     mock = mock.survival if isinstance(mock, Marginals) else mock
     most = len(mock) + 1 if isinstance(mock, tuple) else mock
     if most > num_drafted + 1:

@@ -30,21 +30,20 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """New tokens of one answer (one job), from one engine step, and how many of them are accepted drafts."""
+    """New tokens of one answer (one job), from one engine step."""
 
     index: int
     """Index of the job in its ticket."""
     chunk: Chunk
     """New text and tokens. Read `chunk.sequence`, which the engine modifies, only after `finish_reason` is set."""
     num_accepted: int
-    """Number of the new tokens that are accepted drafts; these are the first ones."""
+    """Number of the new tokens, from the first, that are accepted drafts."""
     logprobs: list[TokenLogprob]
 
 
 class Ticket:
-    """The answers to one API request, from its submission to their end. A single task of the event loop reads the
-    events, and must close the ticket. `deadline`: time (time.perf_counter) at which the worker aborts unfinished
-    answers."""
+    """The answers to one API request. A single task of the event loop reads the events, and must close the ticket.
+    `deadline`: time (time.perf_counter) at which the worker aborts unfinished answers."""
 
     def __init__(
         self,
@@ -65,8 +64,8 @@ class Ticket:
         self._arrived = asyncio.Event()
 
     async def read(self) -> list[Event]:
-        """Wait for new events and return them; once all answers have ended, return an empty list. Raises the error that
-        ended the request."""
+        """Wait for new events and return them; once all answers have ended, return []. Raises the error that ended the
+        request."""
         while not self._events:
             if self._error:
                 raise self._error
@@ -89,7 +88,7 @@ class Ticket:
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """End all answers with an error. `read` first returns the events added before, then raises the error."""
+        """End all answers with an error, which `read` raises after the events added before."""
         self.num_left, self._error = 0, error
         self._arrived.set()
 
@@ -99,28 +98,20 @@ Addressed = tuple[Ticket, Event | Exception]
 
 class Outbox:
     """Passes events from the engine's thread to the event loop. Waking the loop costs CPU time, so the events of
-    several rounds may be delivered together.
-
-    First tokens, ends of answers and errors are delivered at once, with all held events. Other events are held until
-    the end of the next round, unless the oldest held event would then be `interval_s` seconds old or more. The next
-    round is assumed to take as long as the last one.
-    """
+    several rounds may be delivered together. First tokens, ends of answers and errors are delivered at once, with all
+    held events. Other events are held until the next round's end, unless the oldest would then be `interval_s` seconds
+    old. The next round is assumed to take as long as the last one."""
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:
-        """`deliver` is called with the events, in order. `interval_s` is the longest time that events wait; 0 delivers
-        every round at once."""
+        """`deliver` is called with the events, in order. `interval_s`: longest time that events wait; 0 delivers every
+        round at once."""
         self._deliver, self._interval_s = deliver, interval_s
         self._held: list[Addressed] = []
         self._oldest_s = 0.0
 
     def put(self, events: list[Addressed], now: float, step_s: float, *, is_urgent: bool) -> None:
-        """Add the events of one engine step, as (ticket, event or error) pairs. They are delivered now or held for the
-        next step.
-
-        `now`: end of the step, in seconds of any clock; `step_s`: duration of the step. The events are held if the
-        oldest would be less than `interval_s` seconds old after one more step of this duration. With `is_urgent`, all
-        are delivered now.
-        """
+        """Add the events of one engine step. `now`: its end, in seconds of any clock; `step_s`: its duration.
+        `is_urgent`: deliver all held events now."""
         if not self._held:
             self._oldest_s = now
         self._held += events
@@ -128,7 +119,7 @@ class Outbox:
             self.flush()
 
     def send(self, events: list[Addressed]) -> None:
-        """Deliver all held events at once, followed by `events`, which are (ticket, event or error) pairs."""
+        """Deliver all held events at once, followed by `events`."""
         self._held += events
         self.flush()
 

@@ -68,8 +68,8 @@ class EngineWorker:
         *,
         warm_up: Callable[[LLM], None] | None = None,
     ) -> None:
-        """`factory` loads the model in the engine's thread, at the start and after an early crash; `warm_up` is called
-        with each new engine before its first request."""
+        """`factory` loads the model in the engine's thread, at the start and after an early crash. `warm_up` is called
+        with each new engine."""
         self.config, self.metrics = config, metrics
         self.state: State = "loading"
         self.info: ModelInfo | None = None
@@ -101,8 +101,8 @@ class EngineWorker:
         self._thread.start()
 
     async def loaded(self) -> None:
-        """Wait until the model is loaded. Raises the error that prevented loading, or ApiError if the worker was
-        stopped before the model was loaded."""
+        """Wait until the model is loaded. Raises the error that prevented it, or ApiError if the worker was stopped
+        before."""
         await self._has_started.wait()
         if self.failure:
             raise self.failure
@@ -121,8 +121,8 @@ class EngineWorker:
         return sum(ticket.num_left for ticket in self._open)
 
     async def compiled(self, jobs: list[Job]) -> list[Job]:
-        """Compile the grammar of one API request's jobs; returns the jobs with compiled grammars, or unchanged if they
-        have no grammar. Raises RequestRefused for an invalid grammar."""
+        """Return one API request's jobs with compiled grammars; unchanged without a grammar. Raises RequestRefused for
+        an invalid grammar."""
         spec = jobs[0].params.grammar
         if spec is None:
             return jobs
@@ -134,9 +134,9 @@ class EngineWorker:
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
     def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:
-        """Queue all jobs of one API request. Returns a ticket, which delivers their events. `tag`: the client's label,
-        for traces; `route`: selects the drafter. If the queue has too little room for all jobs, or the server accepts
-        no requests, raises ApiError and queues no job."""
+        """Queue all jobs of one API request; returns a ticket, which delivers their events. `tag`: the client's label,
+        for traces; `route`: selects the drafter. Raises ApiError if the queue has too little room for all jobs, or the
+        server accepts no requests."""
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
             raise ApiError.known("queue_full", seconds=max(1, round(self._mean_s * (num_open - num_rows) / num_rows)))
@@ -229,8 +229,7 @@ class EngineWorker:
                 self._on_loop(self._has_started.set)
 
     def _serve_on(self) -> Exception | None:
-        """Load the model and serve, again after each crash, until the inbox is stopped; returns the error that ended
-        it."""
+        """Load the model and serve, again after each crash; returns the error that ended it, if not stopped."""
         steady: LLM | None = None
         swapped: Any = None
         failures = 0
