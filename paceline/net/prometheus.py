@@ -108,15 +108,11 @@ def _is_skipped(series: Series) -> bool:
 
 def _of_model(series: list[Series], model: str | None) -> list[Series]:
     names = sorted({one.labels["model_name"] for one in series if "model_name" in one.labels})
+    remedy = "name one of them (FILE:MODEL, or served_name)"
     if model is not None and model not in names and names:
-        raise ConfigError(
-            f"the metrics have no model {model!r}, only {', '.join(names)}: name one of them (FILE:MODEL, or "
-            "served_name)"
-        )
+        raise ConfigError(f"the metrics have no model {model!r}, only {', '.join(names)}: {remedy}")
     if model is None and len(names) > 1:
-        raise ConfigError(
-            f"the metrics have several models, {', '.join(names)}: name one of them (FILE:MODEL, or served_name)"
-        )
+        raise ConfigError(f"the metrics have several models, {', '.join(names)}: {remedy}")
     return [one for one in series if model is None or one.labels.get("model_name", model) == model]
 
 

@@ -53,7 +53,6 @@ class Client:
         self._closed = threading.Event()
         self._answered_s = time.monotonic()
         """Time of the latest response that was not retried."""
-        self.num_retries = 0
 
     def close(self) -> None:
         """Stop retrying: a request that waits to be retried fails at once with DownloadError."""
@@ -85,7 +84,6 @@ class Client:
             text = stream.failure or stream.body.decode(errors="replace")
             if is_final:
                 raise Refused(stream.status, text)
-            self.num_retries += 1
             if time.monotonic() - max(began, self._answered_s) > self.patience_s or self._closed.wait(pause_s):
                 raise DownloadError(
                     f"{self.option} {self.url} has not answered for {self.patience_s / 60:g} minutes "

@@ -226,12 +226,18 @@ def test_redirects_are_not_followed(fake: Elsewhere) -> None:
 
 
 def test_a_longer_answer_than_the_limit_is_refused_and_not_retried(fake: Elsewhere) -> None:
-    fake.other = lambda method, path, body: (200, b"x" * 100)
+    paths: list[str] = []
+
+    def answer(method: str, path: str, body: object) -> tuple[int, bytes]:
+        paths.append(path)
+        return 200, b"x" * 100
+
+    fake.other = answer
     client = Client(fake.url, "answers_from", 1.0)
     assert client.bytes("GET", "/v1/models", None, 100) == b"x" * 100
     with pytest.raises(client_module.Refused, match="status 413: the answer has more than 99 bytes"):
         client.bytes("GET", "/v1/models", None, 99)
-    assert client.num_retries == 0
+    assert paths == 2 * ["/v1/models"]
 
 
 def test_likely_tokens_are_not_asked_of_another_server(tmp_path: Path) -> None:
