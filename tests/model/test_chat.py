@@ -22,9 +22,8 @@ from paceline.loop.record.exchange import Exchange
 from paceline.loop.record.reader import Reader
 from paceline.model.text.chat import chat_ids, chat_text
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.serve.requests.prompts import encode_chat
+from paceline.serve.requests.prompts import encode_request
 from paceline.serve.requests.protocol import ChatRequest
-from paceline.serve.requests.tools import tools_of
 
 NATIVE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
@@ -56,7 +55,7 @@ TOKENIZERS = {name: tokenizer_of(template) for name, template in TEMPLATES.items
 
 def through_the_server(tokenizer: Tokenizer, messages: list[Any], tools: list[Any]) -> list[int]:
     request = ChatRequest.model_validate(json.loads(json.dumps({"messages": messages, "tools": tools or None})))
-    return encode_chat(request.messages, tokenizer, tools_of(request))
+    return encode_request(request, tokenizer)
 
 
 def through_the_library(tokenizer: Tokenizer, messages: list[Any], tools: list[Any]) -> list[int]:

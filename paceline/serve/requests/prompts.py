@@ -6,8 +6,8 @@ Rendering and encoding are slow: run these functions in a thread. All of them ra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 from paceline.data.messages import content_text
 from paceline.errors import PacelineError
@@ -15,7 +15,7 @@ from paceline.model.text.chat import chat_text
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused, compact
-from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, Message, TokenizeRequest, Tool
+from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from paceline.serve.requests.tools import plain_tools, text_of, tools_of
 from paceline.serve.worker.engine import ModelInfo
 
@@ -84,35 +84,17 @@ def encode_request(
         if not re.search(rf"\b{name}\b", getattr(tokenizer, "chat_template", None) or ""):
             raise RequestRefused(f"{name}: this model's chat template does not read it: leave it out", param=name)
         variables.setdefault(name, value)
-    return encode_chat(request.messages or [], tokenizer, tools_of(request), variables, clock, **turn_options(request))
-
-
-def turn_options(request: ChatRequest | TokenizeRequest) -> dict[str, bool]:
-    """Return the chat template's options for the end of the prompt. Raises RequestRefused if the request sets both."""
+    tools = plain_tools(tools_of(request))
     if request.continue_final_message and request.add_generation_prompt:
         message = "continue_final_message goes on with the last message, add_generation_prompt opens a new one: choose"
         raise RequestRefused(message, param="continue_final_message")
-    return {
-        "add_generation_prompt": request.add_generation_prompt is not False,
-        "continue_final_message": bool(request.continue_final_message),
-    }
-
-
-def encode_chat(
-    messages: list[Message],
-    tokenizer: Tokenizer,
-    tools: Sequence[Tool] = (),
-    variables: dict[str, Any] | None = None,
-    clock: Clock | None = None,
-    **options: bool,
-) -> list[int]:
-    """Return the token ids of a conversation, rendered by the chat template. `variables`: further variables of the
-    template. `options`: `add_generation_prompt` and `continue_final_message`, as in Transformers. `clock` measures the
-    template and the tokenizer. Raises RequestRefused for malformed messages, or if the template rejects them."""
+    opens, goes_on = request.add_generation_prompt is not False, bool(request.continue_final_message)
     clock = clock or Clock()
     try:
-        plain = [message.as_sent() for message in messages]
-        text = chat_text(tokenizer, plain, plain_tools(tools), variables, **options)
+        plain = [message.as_sent() for message in request.messages or []]
+        text = chat_text(
+            tokenizer, plain, tools, variables, add_generation_prompt=opens, continue_final_message=goes_on
+        )
         clock.mark("template")
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         clock.mark("tokenizer")
