@@ -16,6 +16,7 @@ from paceline.types import CANDIDATE, LOOKUP, NONE, PREDICTION
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", re.ASCII)
 """Valid names of drafters."""
+ROUTE = re.compile(r"auto|tag|header:[A-Za-z0-9-]+", re.ASCII)
 TAKEN = (NONE, LOOKUP, PREDICTION, OTHER, CANDIDATE, LOSSY)
 """Names that a drafter may not have, because they mean something else in statistics."""
 MOST_DRAFTERS = 64
@@ -96,30 +97,18 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        has_budget, has_rate = self.max_tv is not None, self.even_interval_s is not None
+        is_ascii, is_route = all(map(str.isascii, self.api_keys)), ROUTE.fullmatch(self.route)
+        are_admin_keys = all(key.strip() and key.isascii() for key in self.admin_keys)
         refuse(
             ConfigError,
-            (
-                self.max_tv is not None and not self.allow_lossy,
-                "max_tv is the budget of lossy rules: it needs allow_lossy",
-            ),
-            (
-                self.even_interval_s is not None and not self.even_chunks,
-                "even_interval_s is the rate of even_chunks: give both",
-            ),
+            (has_budget and not self.allow_lossy, "max_tv is the budget of lossy rules: it needs allow_lossy"),
+            (has_rate and not self.even_chunks, "even_interval_s is the rate of even_chunks: give both"),
             (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
-            (
-                any(not key.isascii() for key in self.api_keys),
-                "an API key must be ASCII text: HTTP headers carry nothing else",
-            ),
-            (
-                any(not key.strip() or not key.isascii() for key in self.admin_keys),
-                "an admin key must be ASCII text, not empty",
-            ),
+            (not is_ascii, "an API key must be ASCII text: HTTP headers carry nothing else"),
+            (not are_admin_keys, "an admin key must be ASCII text, not empty"),
             (any(not host.strip() for host in self.allowed_hosts), "an allowed host must not be empty"),
-            (
-                not re.fullmatch(r"auto|tag|header:[A-Za-z0-9-]+", self.route, re.ASCII),
-                f"route must be auto, tag or header:NAME, not {self.route!r}",
-            ),
+            (not is_route, f"route must be auto, tag or header:NAME, not {self.route!r}"),
         )
         self.named_drafters()
 

@@ -54,7 +54,7 @@ class Translated(Exchange):
         lossless: bool = True,
     ) -> None:
         super().__init__("chat.completion", "chatcmpl", name, chat, ticket, replies, lossless=lossless)
-        self.is_stream, self.name, self.chat = is_stream, name, chat
+        self.is_stream, self.name = is_stream, name
         for reply in replies:
             reply.in_order = deque()
         self.key = uuid.uuid4().hex

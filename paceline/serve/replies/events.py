@@ -154,16 +154,10 @@ class Exchange:
             while events := await self._ticket.read():
                 for event in events:
                     self._replies[event.index].take(event)
-            body = self._head | {
-                "choices": [reply.choice(is_stream=False) for reply in self._replies],
-                "usage": self._usage(),
-            }
+            choices = [reply.choice(is_stream=False) for reply in self._replies]
+            body = self._head | {"choices": choices} | self._last(with_usage=True)
             if costs := [_lossy_cost(seq) for seq in self._sequences if seq.ledger]:
                 body["lossy"] = costs[0] if len(costs) == 1 else costs
-            if self._request.return_metrics:
-                body["metrics"] = self._metrics()
-            if self._request.return_timings:
-                body["timings"] = self._clock.timings(self._sequences)
             if self._request.paceline_timings:
                 timings = [
                     {"drafted": Rounds.counted(seq.rounds).num_accepted, "tokens": seq.num_output} | _timings(seq)
