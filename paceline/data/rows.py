@@ -129,10 +129,8 @@ def _json_rows(path: Path) -> Rows:
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                 while (more := lines.readline(MAX_LINE_BYTES)) and not more.endswith(b"\n"):
                     pass
-                yield (
-                    where,
-                    RowError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB: write one object per line", "too long"),
-                )
+                problem = f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB: write one object per line"
+                yield where, RowError(problem, "too long")
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig"))
