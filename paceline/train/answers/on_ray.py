@@ -24,7 +24,7 @@ from paceline.report.tables import Advance, Progress
 from paceline.runs.ranks import Ranks
 from paceline.train.answers import regenerate as regenerate_run
 from paceline.train.answers.conversation import Regenerated, conversations_of
-from paceline.train.answers.regenerate import CONVERSATIONS_PER_SHARD, WRITE_EVERY_S, Regenerator, engine_for, prepared
+from paceline.train.answers.regenerate import Regenerator, ShardBuffer, engine_for, prepared
 from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.processes.ray_cluster import Work, connected, distributed
 
@@ -106,7 +106,7 @@ def _shared(config: RegenerateConfig, prompts: list[Prompt], shards: AnswerShard
     keys = conversations_of(prompts, config.answering)
     begun, finished = shards.recover(), shards.keys()
     done = Regenerated(shards.folder, num_found=len(finished & keys.keys()))
-    writer = _AnswerWriter(shards, done)
+    writer = _AnswerWriter(shards, done, ShardBuffer(shards))
     missing = _missing(keys, finished, begun)
     device = config.target.device  # of a worker: this machine may have no GPU
     engine = replace(settle(engine_for(config, Ranks())), device=device)
@@ -116,14 +116,12 @@ def _shared(config: RegenerateConfig, prompts: list[Prompt], shards: AnswerShard
             writer.advance("answering")
         try:
             with connected(where) as ray:
-                job, at_most = (
-                    Answering(engine, config.answering),
-                    max(1, BATCHES_OF_ROWS * config.max_batch // samples),
-                )
+                job = Answering(engine, config.answering)
+                at_most = max(1, BATCHES_OF_ROWS * config.max_batch // samples)
                 for answers, counts in distributed(ray, where, job, missing, at_most):
                     writer.add(answers, counts)
         finally:
-            writer.write()
+            writer.buffer.write()
     done.wall_s = time.monotonic() - began
     done.tokens_per_s = done.num_tokens / done.wall_s
     return done
@@ -149,10 +147,8 @@ class _AnswerWriter:
 
     shards: AnswerShards
     done: Regenerated
+    buffer: ShardBuffer
     advance: Advance = lambda text, share=None: None
-    _waiting: list[Answer] = field(default_factory=list)
-    _num_waiting: int = 0
-    _written_s: float = field(default_factory=time.monotonic)
     _seen: set[str] = field(default_factory=set)
 
     def add(self, batch: list[Answer], counts: Regenerated) -> None:
@@ -165,8 +161,7 @@ class _AnswerWriter:
             self._seen.add(key)
             for answer in answers:
                 self.shards.note(answer, is_over=answer is answers[-1])
-            self._waiting += answers
-            self._num_waiting += 1
+            self.buffer.add(answers)
             self.done.num_answers += len(answers)
             self.done.num_tokens += sum(len(answer.answer_ids) for answer in answers)
             self.advance("answering")
@@ -174,10 +169,4 @@ class _AnswerWriter:
         self.done.num_tokens_too_long = max(self.done.num_tokens_too_long, counts.num_tokens_too_long)
         self.done.num_cut_short += counts.num_cut_short
         self.done.refused.update(counts.refused)
-        if self._num_waiting >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
-            self.write()
-
-    def write(self) -> None:
-        if self._waiting:
-            self.shards.write(self._waiting)
-        self._waiting, self._num_waiting, self._written_s = [], 0, time.monotonic()
+        self.buffer.write_if_due()

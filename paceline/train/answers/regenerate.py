@@ -140,9 +140,7 @@ def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
     prompt and answer. `ranks`: the processes of the run; if there are several, each gets its own GPU and number of
     threads."""
     target, answering = config.target, config.answering
-    longest = (
-        max(answering.max_tokens, MAX_PROMPT_WRITTEN) if config.prompting.num_self_written else answering.max_tokens
-    )
+    longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN if config.prompting.num_self_written else 0)
     max_len = -(-(answering.max_prompt_tokens + longest) // 16) * 16
     engine = replace(target, drafter="none", max_batch=config.max_batch, max_len=max_len)
     if ranks.world == 1:
@@ -166,9 +164,8 @@ def _load(engine: EngineConfig) -> LLM:
     try:
         return LLM.of(engine)
     except ContextLengthError as error:
-        raise ConfigError(
-            f"{error}: the longest prompt and answer must fit, lower max_prompt_tokens or max_tokens"
-        ) from error
+        remedy = "the longest prompt and answer must fit, lower max_prompt_tokens or max_tokens"
+        raise ConfigError(f"{error}: {remedy}") from error
 
 
 def _write_own(
@@ -208,23 +205,22 @@ def _report(
 ) -> None:
     limit = config.answering.max_prompt_tokens
     left_out = f"longer than {limit} tokens, the longest {done.num_tokens_too_long}"
-    if not done.num_answers and not done.num_found and (done.num_too_long or done.refused):
-        refused = str(done.refused) if done.refused else ""
+    refused = str(done.refused) if done.refused else ""
+    if not done.num_answers and not done.num_found and (done.num_too_long or refused):
         if not done.num_too_long:
             raise PromptError(f"no prompt can be asked of this target: {refused}")
         more = f" ({refused})" if refused else ""
         raise PromptError(f"all {done.num_too_long} prompts are {left_out}{more}: raise max_prompt_tokens")
     dropped = ", ".join(f"{count} {reason}" for reason, count in written.dropped.most_common())
+    lost = ", ".join(f"{number} {reason}" for reason, number in done.lost.items())
+    cut_short = f"{done.num_cut_short} conversations ended early: an answer or the next prompt was too long"
     notes = (
         (done.num_found, f"{done.num_found} conversations had been answered before"),
         (done.num_too_long, f"{done.num_too_long} prompts left out: {left_out}"),
-        (done.refused, str(done.refused) if done.refused else ""),
-        (
-            done.num_cut_short,
-            f"{done.num_cut_short} conversations ended early: an answer or the next prompt was too long",
-        ),
+        (refused, refused),
+        (done.num_cut_short, cut_short),
         (dropped, f"self-written prompts dropped: {dropped}"),
-        (done.lost, f"answers left out: {', '.join(f'{number} {reason}' for reason, number in done.lost.items())}"),
+        (lost, f"answers left out: {lost}"),
     )
     own = f"process {ranks.rank}: " if ranks.world > 1 else ""
     speed = f"{done.wall_s:.0f} s: {done.tokens_per_s:.0f} tokens/s"
@@ -232,6 +228,28 @@ def _report(
     for is_so, note in notes:
         if is_so:
             progress.say(own + note)
+
+
+class ShardBuffer:
+    """Collects the answers of finished conversations, and writes many of them at a time to `shards`."""
+
+    def __init__(self, shards: Kept) -> None:
+        self._shards, self.answers = shards, list[Answer]()
+        self._num_conversations, self._written_s = 0, time.monotonic()
+
+    def add(self, conversation: list[Answer]) -> None:
+        self.answers += conversation
+        self._num_conversations += 1
+
+    def write_if_due(self) -> None:
+        is_old = time.monotonic() - self._written_s > WRITE_EVERY_S
+        if is_old or self._num_conversations >= CONVERSATIONS_PER_SHARD:
+            self.write()
+
+    def write(self) -> None:
+        if self.answers:
+            self._shards.write(self.answers)
+        self.answers, self._num_conversations, self._written_s = [], 0, time.monotonic()
 
 
 class Regenerator:
@@ -243,9 +261,7 @@ class Regenerator:
         self._encoder = PromptEncoder(llm, config, getattr(llm.target, "vocab_size", None))
         self.done = Regenerated(shards.folder)
         self._in_flight: dict[int, Conversation] = {}
-        self._finished: list[Answer] = []
-        self._num_unwritten = 0
-        self._written_s = time.monotonic()
+        self._finished = ShardBuffer(shards)
         self._started_at, self._advance = 0.0, ignore
 
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
@@ -274,7 +290,7 @@ class Regenerator:
                             self._finish(chunk.sequence, waiting)
             finally:
                 try:
-                    self._write()
+                    self._finished.write()
                 finally:
                     for request_id in self._in_flight:
                         self.llm.engine.abort(request_id)
@@ -285,7 +301,7 @@ class Regenerator:
 
     def _missing(self, conversations: dict[str, tuple[Prompt, float]]) -> Iterator[Conversation]:
         begun = self.shards.recover()
-        finished = self.shards.keys() | {answer.key for answer in self._finished}
+        finished = self.shards.keys() | {answer.key for answer in self._finished.answers}
         for key, (prompt, temperature) in conversations.items():
             seed = self.config.seed ^ zlib.crc32(key.encode())
             grammar = prompt.grammar or self.config.grammar
@@ -361,16 +377,14 @@ class Regenerator:
         self._submit_next(waiting)
 
     def _finish_one(self, conversation: Conversation) -> None:
-        self._finished += conversation.answers
-        self._num_unwritten += 1
+        self._finished.add(conversation.answers)
         self.done.num_answers += len(conversation.answers)
         self.done.num_tokens += sum(len(answer.answer_ids) for answer in conversation.answers)
         self._advance_bar()
 
     def _submit_next(self, waiting: Iterator[Conversation]) -> None:
         """Writes a shard if it is due, and submits the next conversation."""
-        if self._num_unwritten >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
-            self._write()
+        self._finished.write_if_due()
         if following := next(waiting, None):
             self._submit(following)
 
@@ -390,8 +404,3 @@ class Regenerator:
             top_ids=None if top is None else [[token for token, _ in candidates] for candidates in top],
             top_logprobs=None if top is None else [[chance for _, chance in candidates] for candidates in top],
         )
-
-    def _write(self) -> None:
-        if self._finished:
-            self.shards.write(self._finished)
-        self._finished, self._num_unwritten, self._written_s = [], 0, time.monotonic()
