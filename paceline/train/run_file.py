@@ -56,9 +56,7 @@ def as_tree(config: TrainConfig) -> dict[str, Any]:
 def read_run_file(file: Path) -> dict[str, Any]:
     """Reads a run.yaml, the settings of a training run, as nested dicts: group of settings -> field -> value. Raises
     ConfigError if the file cannot be read or has an unknown setting."""
-    tree = read_settings_file(file, f"give a {RUN_FILE} that a run has left, or one of that form")
-    _check_names(file, (TrainConfig, TrainConfig), tree, "")
-    return tree
+    return read_settings(file, TrainConfig, f"give a {RUN_FILE} that a run has left, or one of that form")
 
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
@@ -78,11 +76,21 @@ def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainCo
     return dataclasses.replace(config, given=tuple(leaves(tree)))
 
 
-def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str) -> Any:
+def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str, prefix: str = "") -> Any:
     """Returns an instance of the dataclass `owner` with the values of `tree`, nested dicts as from `read_settings`.
-    Raises ConfigError for a value of a wrong type; the message names `source`, the tree's file, and ends with the
-    advice `remedy`."""
-    return _built(owner, tree, "", source, remedy)
+    Raises ConfigError for a value of a wrong type. Its message names `source`, the tree's file, and the field after
+    `prefix`; it ends with the advice `remedy`."""
+    values = {}
+    for name, hint in _fields(owner).items():
+        if name not in tree:
+            continue
+        if inner := _inner(hint):
+            values[name] = settings_of(inner, tree[name], source, remedy, f"{prefix}{name}.")
+        else:
+            values[name] = _value(hint, tree[name])
+        if values[name] is _WRONG:
+            raise ConfigError(f"{source}: {prefix}{name} cannot be {tree[name]!r}: {remedy}")
+    return owner(**values)
 
 
 def overlaid(tree: Mapping[str, Any], config: TrainConfig, names: set[str]) -> dict[str, Any]:
@@ -113,21 +121,9 @@ def with_given(config: TrainConfig) -> TrainConfig:
     """Returns the config with its field `given` filled in: the names of the fields that the user set. If `given` is
     None, all fields that differ from their defaults count as set by the user. Call this before a plan changes fields:
     the plan's values would otherwise count too."""
-    return (
-        config
-        if config.given is not None
-        else dataclasses.replace(config, given=tuple(_changed(config, TrainConfig())))
-    )
-
-
-def _changed(config: Any, default: Any, prefix: str = "") -> Iterator[str]:
-    """Yields the full names of the fields that differ from `default`'s."""
-    for field in dataclasses.fields(config):
-        value, usual = getattr(config, field.name), getattr(default, field.name)
-        if dataclasses.is_dataclass(value) and type(value) is type(usual):
-            yield from _changed(value, usual, f"{prefix}{field.name}.")
-        elif value != usual:
-            yield prefix + field.name
+    if config.given is not None:
+        return config
+    return dataclasses.replace(config, given=tuple(filter(config.is_given, _every_name(TrainConfig))))
 
 
 def with_value(config: Any, name: str, value: Any) -> Any:
@@ -157,11 +153,8 @@ def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _fields(owner: type) -> dict[str, Any]:
     hints = get_type_hints(owner)
-    return {
-        field.name: hints[field.name]
-        for field in dataclasses.fields(owner)
-        if field.init and field.name not in LEFT_OUT
-    }
+    fields = [field for field in dataclasses.fields(owner) if field.init and field.name not in LEFT_OUT]
+    return {field.name: hints[field.name] for field in fields}
 
 
 def _inner(hint: Any) -> type | None:
@@ -208,20 +201,6 @@ def _nearest(within: tuple[type, type], name: str, prefix: str) -> str:
         return f": did you mean {prefix}{near[0]}?"
     near = get_close_matches(word, every, n=1)
     return f": did you mean {every[near[0]]}?" if near else f": choose from {', '.join(_fields(owner))}"
-
-
-def _built(owner: type, tree: Mapping[str, Any], prefix: str, source: Path | str, remedy: str) -> Any:
-    """Returns a dataclass from a tree. Raises ConfigError with `source` and `remedy` for a value of a wrong type."""
-    values = {}
-    for name, hint in _fields(owner).items():
-        if name in tree:
-            inner = _inner(hint)
-            nested = f"{prefix}{name}."
-            value = _built(inner, tree[name], nested, source, remedy) if inner else _value(hint, tree[name])
-            if value is _WRONG:
-                raise ConfigError(f"{source}: {prefix}{name} cannot be {tree[name]!r}: {remedy}")
-            values[name] = value
-    return owner(**values)
 
 
 _WRONG = object()
