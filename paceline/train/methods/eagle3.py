@@ -29,28 +29,15 @@ from paceline.model.target import Target, head_weight
 from paceline.model.torch.attention import PLAIN, Rope, Scores, rope_tables
 from paceline.model.torch.fused import rotate
 from paceline.train.config import DrafterShape, LossConfig
-from paceline.train.documents.dataset import Corpus
 from paceline.train.features.hidden_states import begin_without_mean, train_in_scaled_units
 from paceline.train.learn.attention import Layout
-from paceline.train.learn.initial_weights import keys_from, most_frequent, own_sizes
+from paceline.train.learn.initial_weights import keys_from, own_sizes
 from paceline.train.learn.losses import Head, SlotMetrics, measure, slot_losses, slot_weights
 from paceline.train.learn.packs import Pack, Trainable
 
 KeyValue = tuple[Tensor, Tensor]
 DECAY = 0.8
 """Ratio of each step's loss weight to that of the previous step."""
-
-
-def drafted_ids(
-    shape: DrafterShape, init: Path | None, corpus: Corpus, target: Target, say: Callable[[str], None]
-) -> Tensor:
-    """Returns the token ids of an EAGLE-3 drafter's draft vocabulary, ascending. With `init`, it is that of the drafter
-    in this folder; otherwise the `shape.draft_vocab` most frequent tokens in the answers. `say` gets a line with their
-    share of all tokens in the answers."""
-    if init is not None:
-        return read_eagle3(init).ids.sort().values
-    chosen = most_frequent(shape.draft_vocab, corpus, target, say)
-    return torch.arange(target.vocab_size) if chosen is None else chosen
 
 
 def eagle3_for(
@@ -233,22 +220,22 @@ def chain_hidden(
 class Eagle3Trainable(Trainable):
     """An EAGLE-3 drafter in training, which has an LM head of its own over its draft vocabulary."""
 
+    network: Eagle3Network
+
     def __init__(self, network: Eagle3Network, raw: dict[str, Any], block_size: int) -> None:
         """`block_size`: 1 + the number of steps."""
         self.network, self.raw, self.layers, self.block_size = network, raw, network.layers, block_size
-        self._own = network
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """Returns hidden states [A * K, D] (A blocks, K draft positions each) from which the drafter's own head
         predicts the draft positions. embedding_VD [V, D]: the target's embedding matrix. With `is_autocast`, products
         are computed in bfloat16."""
-        attend = ChainAttention(self._own.config.shape, pack.layout, torch.bfloat16 if is_autocast else torch.float32)
+        network, dtype = self.network, torch.bfloat16 if is_autocast else torch.float32
+        attend = ChainAttention(network.config.shape, pack.layout, dtype)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
             taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
-            features_ND = self._own.features(taps_NF)
-            return chain_hidden(
-                self._own, attend, pack, features_ND, lambda ids: F.embedding(ids, embedding_VD).float()
-            )
+            features_ND = network.features(taps_NF)
+            return chain_hidden(network, attend, pack, features_ND, lambda ids: F.embedding(ids, embedding_VD).float())
 
     def loss(
         self,
@@ -271,7 +258,7 @@ class Eagle3Trainable(Trainable):
         has_features_A = torch.cat(pack.layout.anchors) > 0
         learned_AK = slots.valid_AK & reached_AK & has_features_A[:, None]
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            logits_RV = F.linear(hidden_TD, self._own.lm_head.weight).float()
+            logits_RV = F.linear(hidden_TD, self.network.lm_head.weight).float()
             label_R1 = rows_AK.flatten()[:, None]
             ce_AK, loss_AK = slot_losses(logits_RV, label_R1, slots, head, config)
         if config.name == "d-pace":

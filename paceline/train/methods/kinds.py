@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashNetwork
+from paceline.draft.eagle3.checkpoint import read_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Network
 from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError, refuse
@@ -34,7 +35,7 @@ from paceline.train.learn.initial_weights import (
 from paceline.train.learn.losses import Head
 from paceline.train.learn.packs import Trainable
 from paceline.train.methods.copied_layers import REMEDY, settle_units
-from paceline.train.methods.eagle3 import Eagle3Trainable, drafted_ids, eagle3_for, target_head, use_scaled_eagle3_units
+from paceline.train.methods.eagle3 import Eagle3Trainable, eagle3_for, target_head, use_scaled_eagle3_units
 from paceline.train.methods.mtp import MtpNetwork, MtpTrainable, head_for, mtp_for
 from paceline.train.methods.selector import trainable_of
 from paceline.train.plan.choices import is_trained_already
@@ -119,10 +120,12 @@ def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Calla
     the drafter in `config.init` are preferred. Exception: an EAGLE-3 drafter in `config.init` keeps its draft
     vocabulary. `say` gets a line with the chosen tokens' share of all tokens in the answers."""
     init, number = init_folder(config.init, config.target.model), config.shape.draft_vocab
-    if config.shape.kind == "eagle3":
-        return drafted_ids(config.shape, init, corpus, target, say)
+    is_eagle3 = config.shape.kind == "eagle3"
+    if is_eagle3 and init is not None:
+        return read_eagle3(init).ids.sort().values
     known = read_draft_ids(init) if init is not None and number else None
-    return most_frequent(number, corpus, target, say, known)
+    chosen = most_frequent(number, corpus, target, say, known)
+    return torch.arange(target.vocab_size) if chosen is None and is_eagle3 else chosen
 
 
 def initial_drafter(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> InitialDrafter:

@@ -107,10 +107,8 @@ class MtpNetwork(nn.Module):
         summed_TD = torch.zeros(normed_TD.shape, device=normed_TD.device)
         for expert in range(shape.num_experts):
             tokens_S = (chosen_TK == expert).any(1).nonzero()[:, 0]
-            expert_SD = (
-                self._mlp(f"mlp.experts.{expert}", normed_TD[tokens_S]).float() * share_TE[tokens_S, expert, None]
-            )
-            summed_TD = summed_TD.index_add(0, tokens_S, expert_SD)
+            expert_SD = self._mlp(f"mlp.experts.{expert}", normed_TD[tokens_S]).float()
+            summed_TD = summed_TD.index_add(0, tokens_S, expert_SD * share_TE[tokens_S, expert, None])
         if not shape.shared_expert_size:
             return summed_TD
         opened_T1 = torch.sigmoid(self._linear("mlp.shared_expert_gate", normed_TD))
@@ -143,24 +141,24 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 class MtpTrainable(Trainable):
     """A multi-token-prediction layer in training; the target's head reads its output."""
 
+    network: MtpNetwork
+
     def __init__(self, network: MtpNetwork, raw: dict[str, Any], block_size: int, embedding_scale: float = 1.0) -> None:
         """`block_size`: 1 + the number of steps. `embedding_scale`: factor on the target's embeddings."""
         self.network, self.raw, self.block_size = network, raw, block_size
         self.layers = [module for name, module in network.named_modules() if _is_read_by_each(network.config, name)]
-        self._own, self._scale = network, embedding_scale
+        self._scale = embedding_scale
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        shape, dtype = self._own.config, torch.bfloat16 if is_autocast else torch.float32
+        shape, dtype = self.network.config, torch.bfloat16 if is_autocast else torch.float32
         scores = Scores(shape.attention_scale, shape.attention_cap)
         attend = ChainAttention(shape, pack.layout, dtype, first=0, scores=scores)
+
+        def embed(ids: Tensor) -> Tensor:
+            return F.embedding(ids, embedding_VD).float() * self._scale
+
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
-            return chain_hidden(
-                self._own,
-                attend,
-                pack,
-                pack.taps_NF.float(),
-                lambda ids: F.embedding(ids, embedding_VD).float() * self._scale,
-            )
+            return chain_hidden(self.network, attend, pack, pack.taps_NF.float(), embed)
 
 
 def _is_read_by_each(shape: DecoderConfig, name: str) -> bool:
