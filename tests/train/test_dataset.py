@@ -25,7 +25,7 @@ from paceline.train.documents.dataset import (
     prompt_of,
     read_corpus,
 )
-from paceline.train.learn.packs import heldout_anchors, split_into_packs
+from paceline.train.learn.packs import PackBudget, heldout_anchors, split_into_packs
 
 
 def answers(folder: Path, *rows: Answer) -> Path:
@@ -196,7 +196,7 @@ class TestSteps:
 
     def test_packs_hold_whole_documents_up_to_their_size(self) -> None:
         chosen, _, _ = planner(blocks_per_step=38).step(Place())
-        packs = list(split_into_packs(chosen, 9))
+        packs = list(split_into_packs(chosen, PackBudget(9)))
         assert [each for pack in packs for each in pack] == chosen
         assert all(sum(len(anchors) for _, anchors in pack) <= 9 for pack in packs) and len(packs) == 5
-        assert [len(pack) for pack in split_into_packs(chosen, 1)] == [1] * len(chosen)
+        assert [len(pack) for pack in split_into_packs(chosen, PackBudget(1))] == [1] * len(chosen)

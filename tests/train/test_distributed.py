@@ -27,6 +27,7 @@ from paceline.errors import ConfigError
 from paceline.runs.ranks import Ranks
 from paceline.train.config import LoopConfig
 from paceline.train.learn.checkpoint import latest_checkpoint
+from paceline.train.learn.packs import PackBudget
 from paceline.train.processes.buckets import _split
 from paceline.train.processes.parallel import Piece, Replicated, Sharded, make_parallel
 
@@ -194,12 +195,12 @@ def test_who_fails_dies_or_is_late_is_named(group: Path) -> None:
 
 def test_sharded_processes_take_equally_many_pieces() -> None:
     chosen = [(number, np.arange(4 + number, 8 + number)) for number in range(5)]
-    shares = [Sharded(Ranks(rank, 3), torch.device("cpu")).pieces(chosen, 4) for rank in range(3)]
+    shares = [Sharded(Ranks(rank, 3), torch.device("cpu")).pieces(chosen, PackBudget(4)) for rank in range(3)]
     assert [[piece.weight for piece in share] for share in shares] == [[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]
     real = [number for share in shares for piece in share if piece.weight for number, _ in piece.chosen]
     assert sorted(real) == [0, 1, 2, 3, 4]
     assert sum(len(anchors_A) for _, anchors_A in shares[2][1].chosen) == 1
-    assert Replicated(Ranks(2, 3), torch.device("cpu")).pieces(chosen, 4) == [Piece([chosen[2]])]
+    assert Replicated(Ranks(2, 3), torch.device("cpu")).pieces(chosen, PackBudget(4)) == [Piece([chosen[2]])]
 
 
 def test_ways_by_name() -> None:

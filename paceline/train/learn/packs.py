@@ -151,11 +151,10 @@ class PackBudget:
         return self.size(anchors_A) <= self.tokens or pairs <= self.tokens**2 // 4
 
 
-def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
+def split_into_packs(chosen: list[Chosen], budget: PackBudget) -> Iterator[list[Chosen]]:
     """Groups blocks into packs (batches) within `budget`; yields each pack's blocks. Blocks are given and yielded as
     (document number, positions of their anchors). A document's blocks stay together, unless they take too many
-    positions for one pack; then they are split over several. An int as `budget` limits only the number of blocks."""
-    budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
+    positions for one pack; then they are split over several."""
     group: list[Chosen] = []
     num_blocks = num_tokens = 0
     for document in chosen:

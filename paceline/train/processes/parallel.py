@@ -63,9 +63,8 @@ class Replicated:
             return
         named = [*_held(network), *optimisers]
         self.check_alike("where it begins", lambda: start)
-        self.check_alike(
-            "its tensors' shapes", lambda: repr([(name, tensor.dtype, *tensor.shape) for name, tensor in named])
-        )
+        shapes = [(name, tensor.dtype, *tensor.shape) for name, tensor in named]
+        self.check_alike("its tensors' shapes", lambda: repr(shapes))
         plain = [(name, tensor) for name, tensor in named if self._is_replicated(tensor)]
         give_first(plain, self.device)
         self._check_alike([mark_of(tensor) for _, tensor in plain], [name for name, _ in plain])
@@ -79,9 +78,9 @@ class Replicated:
     def _check_alike(self, marks: list[int], names: list[str]) -> None:
         check_alike(marks, names, self.ranks.world, self.device, AGAIN)
 
-    def pieces(self, chosen: list[Chosen], budget: PackBudget | int) -> list[Piece]:
+    def pieces(self, chosen: list[Chosen], budget: PackBudget) -> list[Piece]:
         """Returns the packs (batches) that this process computes in a step. `chosen`: all blocks of the step, as
-        (document number, anchor positions). `budget`: limit of one pack; an int limits only the number of blocks."""
+        (document number, anchor positions). `budget`: limit of one pack."""
         own = chosen[self.ranks.rank :: self.ranks.world]
         return [Piece(group) for group in split_into_packs(own, budget)]
 
@@ -207,7 +206,7 @@ class Sharded(Replicated):
             sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other
         self._network = drafter.network
 
-    def pieces(self, chosen: list[Chosen], budget: PackBudget | int) -> list[Piece]:
+    def pieces(self, chosen: list[Chosen], budget: PackBudget) -> list[Piece]:
         """Returns this process's packs. All processes return the same number: those with fewer add packs of one block
         with weight 0."""
         world, own = self.ranks.world, super().pieces(chosen, budget)
