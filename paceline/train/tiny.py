@@ -41,13 +41,11 @@ def at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
         if ranks.is_first and not file.exists():
             write_whole(file, "".join(f'{{"prompt": "Say something about number {n}."}}\n' for n in range(96)))
     taps = {} if config.shape.is_chained else {"shape.num_layers": 2, "shape.num_taps": 2}
-    target = replace(config.target, model=str(folder))
-    return with_defaults(
-        replace(config, target=target, prompting=replace(config.prompting, prompts=prompts)), TINY | taps
-    )
+    target, prompting = replace(config.target, model=str(folder)), replace(config.prompting, prompts=prompts)
+    return with_defaults(replace(config, target=target, prompting=prompting), TINY | taps)
 
 
-def write_tiny_target(folder: Path, seed: int = 0) -> Path:
+def write_tiny_target(folder: Path) -> Path:
     """Writes a tiny language model with random weights and a byte tokenizer to `folder`, unless it exists; returns the
     folder. All stages of a training can load it. Raises CacheError for disk errors."""
     if (folder / "model.safetensors").is_file():
@@ -58,10 +56,9 @@ def write_tiny_target(folder: Path, seed: int = 0) -> Path:
         byte_tokenizer(PARTS["special_tokens"]).save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(PARTS["tokenizer_config"]), encoding="utf-8")
         # Larger weights than usual and an untied head: otherwise the model repeats one token forever.
-        tensors = {
-            name: tensor if "norm" in name else tensor * 4 for name, tensor in random_tensors(load_config(folder), seed)
-        }
-        save_file(tensors, folder / "model.safetensors")
+        tensors = random_tensors(load_config(folder))
+        louder = {name: tensor if "norm" in name else tensor * 4 for name, tensor in tensors}
+        save_file(louder, folder / "model.safetensors")
     return folder
 
 

@@ -25,8 +25,8 @@ class GradientBuckets:
     """Sums one network's gradients over all processes (all-reduce), in messages (buckets) of several parameters each.
     Each training step calls `arm`, then its last backward pass, then `finish`."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], bucket_bytes: int | None = None) -> None:
-        self.buckets = _split([*parameters][::-1], bucket_bytes or BUCKET_BYTES)
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.buckets = _split([*parameters][::-1], BUCKET_BYTES)
         self.num_overlapped = 0
         """Messages of the latest step that were in flight before its backward pass ended."""
         self._is_armed = False
