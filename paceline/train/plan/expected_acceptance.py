@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,19 +58,16 @@ def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
     points = curve["eal"]
     flatter = curve["served_at_last"] / points[-1][1]
     (fewest, first), (most, _) = points[0], points[-1]
-    value = 1.0 + (first - 1.0) * blocks / fewest if blocks <= fewest else interpolated(points, blocks)
+    if blocks <= fewest:
+        value = 1.0 + (first - 1.0) * blocks / fewest
+    else:  # linear in log(blocks), and level beyond the last point
+        value = float(np.interp(math.log(blocks), [math.log(x) for x, _ in points], [y for _, y in points]))
     return {
         "tokens_per_round": round(max(1.0, value * flatter), 2),
         "is_beyond_the_curve": blocks > most,
         "source": curve["source"],
         "data": curve["data"],
     }
-
-
-def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
-    """Returns y at x = `at` by linear interpolation of (x, y) points in log(x); outside the points, the y of the
-    nearest one."""
-    return float(np.interp(math.log(at), [math.log(x) for x, _ in points], [y for _, y in points]))
 
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:

@@ -28,9 +28,7 @@ def fixed_seconds(
     steps, which determine the number of checkpoints."""
     if not machine.is_gpu:
         return {}
-    weights = (
-        0.0 if config.remote.features_at else target.weight_bytes or target.shape.num_parameters * target.value_bytes
-    )
+    weights = 0.0 if config.remote.features_at else target.total_bytes
     number = 1 + (0.0 if math.isinf(steps_s) else steps_s // (60 * config.loop.checkpoint_minutes))
     saving_s = number * CHECKPOINT_BYTES * sizes.parameters / SAVE_BYTES_PER_S
     return {"loading": LOADS * (LOAD_S + weights / LOAD_BYTES_PER_S), "compiling": COMPILE_S, "checkpoints": saving_s}

@@ -78,7 +78,7 @@ def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
     rows = config.loop.blocks_per_pack * sizes.block_size
     activations = sizes.num_layers * (30 * sizes.hidden_size + 6 * sizes.intermediate_size) * 4.0 * rows
     head = 256 * 12.0 * min(config.loop.loss.vocab or sizes.draft_vocab, target.shape.vocab_size)
-    weights = 0.0 if is_elsewhere else target.weight_bytes or target.shape.num_parameters * target.value_bytes
+    weights = 0.0 if is_elsewhere else target.total_bytes
     return weights + matrix + OPTIMISER_BYTES * sizes.parameters + activations + head
 
 

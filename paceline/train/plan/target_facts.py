@@ -78,6 +78,11 @@ class TargetFacts:
             return self.weight_bytes / (self.shape.num_parameters or 1.0)
         return FORMATS[self.shape.precisions.weights].num_bytes
 
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of all weights: the size of the weight file, or an estimate if it is not on this machine."""
+        return self.weight_bytes or self.shape.num_parameters * self.value_bytes
+
 
 def read_target(target: EngineConfig) -> TargetFacts:
     """Reads a target's sizes, without its weights and without a download. Raises ModelNotFoundError for an unknown
@@ -104,8 +109,7 @@ def _gguf_facts(name: str, path: Path) -> TargetFacts:
     from paceline.model.gguf.container import open_gguf
     from paceline.model.gguf.metadata import config_json
 
-    raw = config_json(path)
-    raw = {key: value for key, value in raw.items() if value is not None}
+    raw = {key: value for key, value in config_json(path).items() if value is not None}
     total = sum(tensor.num_bytes for tensor in open_gguf(path).tensors.values())
     return TargetFacts(name, shape_of(raw, name, str(path)), raw, total, True, f"the header of {path.name}")
 
@@ -115,10 +119,8 @@ def _folder_facts(name: str, path: Path) -> TargetFacts:
     shape = catalogue.find(str(path))
     raw = read_json(file, "give a model's config.json")
     weights = sum(part.stat().st_size for part in file.parent.glob("*.safetensors")) if path.is_dir() else 0
-    inner = raw.get("text_config") or raw
-    return TargetFacts(
-        name, shape, {"architectures": raw.get("architectures"), **inner}, weights or None, False, str(file)
-    )
+    raw = {"architectures": raw.get("architectures"), **(raw.get("text_config") or raw)}
+    return TargetFacts(name, shape, raw, weights or None, False, str(file))
 
 
 def _hub_config(name: str) -> dict[str, Any] | None:
