@@ -45,6 +45,10 @@ class Slots:
     final_AKD: Tensor | None = None
     """The target's final normed hidden state that predicts each slot, for losses over the target's distribution."""
 
+    def of_blocks(self, blocks: slice) -> Slots:
+        final_AKD = None if self.final_AKD is None else self.final_AKD[blocks]
+        return Slots(self.labels_AK[blocks], self.valid_AK[blocks], final_AKD)
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -175,13 +179,10 @@ def head_loss(
     for first in range(0, len(slots.labels_AK), step):
         blocks = slice(first, first + step)
         rows = slice(first * per_block, (first + step) * per_block)
-        part = Slots(
-            slots.labels_AK[blocks],
-            slots.valid_AK[blocks],
-            None if slots.final_AKD is None else slots.final_AKD[blocks],
-        )
         is_now = is_measured and (grad_TD is None or first == 0)
-        loss, grad, measured = _chunk(hidden_TD[rows], part, head, config, grad_TD is not None, is_now)
+        loss, grad, measured = _chunk(
+            hidden_TD[rows], slots.of_blocks(blocks), head, config, grad_TD is not None, is_now
+        )
         total += loss
         if measured is not None:
             metrics.flat += measured.flat

@@ -55,10 +55,8 @@ class DSparkTrainable(DFlashTrainable):
         step = max(1, CHUNK_ROWS // per_block)
         for first in range(0, len(before_AK), step):
             blocks = slice(first, first + step)
-            final_AKD = None if slots.final_AKD is None else slots.final_AKD[blocks]
-            part = Slots(slots.labels_AK[blocks], slots.valid_AK[blocks], final_AKD)
             own = SlotMetrics.zero(per_block) if is_measured and (first == 0 or not is_training) else None
-            inputs = hidden_AKD[blocks], before_AK[blocks], part, head, embedding_VD, config
+            inputs = hidden_AKD[blocks], before_AK[blocks], slots.of_blocks(blocks), head, embedding_VD, config
             if is_training:
                 loss = checkpoint(self._part, *inputs, own, use_reentrant=False)
                 assert isinstance(loss, Tensor)
