@@ -80,9 +80,8 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
         layout = "Qwen3-Next and Qwen3.5" if raw[MARK]["layout"] == "qwen" else "DeepSeek-V3"
         about = (
             f"One multi-token-prediction layer, in the layout of {layout}: its tensors have the names that the "
-            "target's file "
+            f"target's file has for them, {size}. Embedding and head are"
         )
-        about += f"has for them, {size}. Embedding and head are"
         return _Kind("MTP", raw[MARK]["steps"], about, [])
     sizes = f"format: {raw.get('num_hidden_layers')} layers, features of target layers {_taps(raw)}, {size}."
     if config.shape.kind == "eagle3":
@@ -94,15 +93,9 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
     if parsed.has_own_width:
         about = "It has another width than its target, and embeddings of its own; the hidden states that it reads are"
         return _Kind(title, block - 1, f"{kind} in z-lab's {sizes} {about}", [])
-    return _Kind(
-        title,
-        block - 1,
-        f"{kind} in z-lab's {sizes} Embedding and head are",
-        [
-            *(_engines(config.target.model, place, block) if kind == "DFlash v1" else []),
-            f"paceline export {shlex.quote(place)} --format speculators --model {named} --out for-vllm",
-        ],
-    )
+    others = _engines(config.target.model, place, block) if kind == "DFlash v1" else []
+    others.append(f"paceline export {shlex.quote(place)} --format speculators --model {named} --out for-vllm")
+    return _Kind(title, block - 1, f"{kind} in z-lab's {sizes} Embedding and head are", others)
 
 
 def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> str:
@@ -204,20 +197,15 @@ def _place(config: TrainConfig, drafter: Path) -> str:
 
 
 def _data(config: TrainConfig, figures: dict[str, Any]) -> str:
-    sources = [Path(source).name for source in config.prompting.prompts] + [
-        Path(folder).name for folder in config.answers
-    ]
+    sources = [Path(source).name for source in (*config.prompting.prompts, *config.answers)]
     own = config.prompting.num_self_written if not sources else config.prompting.self_written
     parts = [", ".join(sources)] if sources else []
     parts += [f"{own} prompts that the target wrote itself"] if own else []
     temperatures = ", ".join(f"{value:g}" for value in config.answering.temperatures)
+    learned = f" Learned from {figures['prompts']:,} prompts." if "prompts" in figures else ""
     return (
         f"The target's own answers (at most {config.answering.max_tokens} tokens, temperature {temperatures}) to: "
-        + (
-            " and ".join(parts)
-            + "."
-            + (f" Learned from {figures['prompts']:,} prompts." if "prompts" in figures else "")
-        )
+        f"{' and '.join(parts)}.{learned}"
     )
 
 
@@ -235,11 +223,9 @@ def _figures(figures: dict[str, Any], served: dict[str, Any]) -> list[str]:
         ("loss there", figures.get("loss"), "{:.2f}"),
     ]
     lines = [f"| {name} | {form.format(value)} |" for name, value, form in rows if value is not None]
-    return (
-        ["| on prompts that were held out | |", "|---|---|", *lines]
-        if lines
-        else ["Nothing was held out: none are known."]
-    )
+    if not lines:
+        return ["Nothing was held out: none are known."]
+    return ["| on prompts that were held out | |", "|---|---|", *lines]
 
 
 def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:

@@ -124,9 +124,8 @@ def heldout_server(
 
 
 def _loaded(target: EngineConfig, documents: list[Document], max_tokens: int) -> LLM:
-    return LLM.of(
-        replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=length_for(target, documents, max_tokens))
-    )
+    length = length_for(target, documents, max_tokens)
+    return LLM.of(replace(target, drafter="none", max_batch=SERVED_BATCH, max_len=length))
 
 
 def length_for(target: EngineConfig, documents: Sequence[Document], max_tokens: int) -> int:
@@ -232,9 +231,8 @@ def agreement(figures: dict[str, Any]) -> str | None:
     if not forced or not served:
         return None
     apart = abs(served / forced - 1.0)
-    both = (
-        f"teacher-forced blocks give {forced:.2f} tokens a round, the engine {served:.2f} on the same {WALKED} answers"
-    )
+    both = f"teacher-forced blocks give {forced:.2f} tokens a round, the engine {served:.2f}"
+    both += f" on the same {WALKED} answers"
     if apart <= AGREE:
         return f"{both}, {apart:.1%} apart"
     return (

@@ -83,6 +83,5 @@ def key_of(prompt: Prompt, temperature: float, sample: int = 0) -> str:
         text += repr((prompt.messages[-1:], prompt.tools, prompt.grammar))
     if prompt.variables:
         text += repr(prompt.variables)
-    return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}" + (
-        f"~{sample}" if sample else ""
-    )
+    key = f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}"
+    return f"{key}~{sample}" if sample else key

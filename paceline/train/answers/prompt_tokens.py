@@ -54,11 +54,8 @@ class PromptEncoder:
         """`vocab_size`: rows of the target's embedding, if known; else the tokenizer's vocabulary size is used."""
         self.llm, self.config = llm, config
         self._vocab_size = vocab_size
-        self.opening, self.tools, self.variables = (
-            config.read_opening(),
-            config.read_tools(),
-            config.template_variables(),
-        )
+        self.opening, self.tools = config.read_opening(), config.read_tools()
+        self.variables = config.template_variables()
         has_chat = bool(self.opening or self.tools or self.variables)
         needs_template = "system, before, tools and variables need the chat template: leave --raw out"
         refuse(ConfigError, (config.raw and has_chat, needs_template))

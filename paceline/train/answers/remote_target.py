@@ -35,6 +35,8 @@ EXTRAS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_betwee
 WAYS = ("ids, extras", "ids", "text", "chat, extras", "chat")
 """Request formats, the most reliable first: the prompt as token ids, text, or messages (chat), some with EXTRAS."""
 
+NO_GRAMMAR = "answers_from: servers differ in how they take grammars: leave the schema or regex out"
+
 
 class LostAnswer(PacelineError):
     """Raised for a server's answer that cannot be used, mostly because its token ids cannot be determined. `reason`:
@@ -95,7 +97,7 @@ def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | Non
         return RayTokenizer(_tokenizer(config), f"the workers of Ray at {where.ray} answer")
     assert where.answers_from
     if config.answering.grammar is not None:
-        raise ConfigError("answers_from: servers differ in how they take grammars: leave the schema or regex out")
+        raise ConfigError(NO_GRAMMAR)
     if config.answering.top_k:
         raise ConfigError("answers_from: what servers tell of likely tokens is cut and rounded: leave top_k out")
     client = Client(where.answers_from, "answers_from", 60 * where.patience_minutes)
@@ -112,9 +114,8 @@ def first_model(client: Client) -> str:
     try:
         return str(client.json("GET", "/v1/models")["data"][0]["id"])
     except (Refused, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(
-            f"{client.option} {client.url} does not say which models it has ({error}): give served_name"
-        ) from error
+        fault = f"does not say which models it has ({error}): give served_name"
+        raise ConfigError(f"{client.option} {client.url} {fault}") from error
 
 
 class RemoteEngine:
@@ -136,7 +137,7 @@ class RemoteEngine:
         """Queues a request for the server; returns its id. `chat`: the prompt as messages, for servers that accept
         neither token ids nor the rendered text. Raises ConfigError for parameters with a grammar."""
         if params.grammar is not None:
-            raise ConfigError("answers_from: servers differ in how they take grammars: leave the schema or regex out")
+            raise ConfigError(NO_GRAMMAR)
         request_id, self._next_id = self._next_id, self._next_id + 1
         seq = Sequence(request_id, list(prompt_ids), len(prompt_ids), params)
         self._open[request_id] = seq
@@ -216,12 +217,8 @@ class RemoteEngine:
     def _request(self, way: str, seq: Sequence, chat: ChatRequest | None) -> tuple[str, dict[str, Any]]:
         """Returns (path, body) of a request; an empty path if the prompt cannot be sent in this format."""
         params, prompt_ids, tokenizer = seq.params, seq.tokens[: seq.prompt_len], self._llm.tokenizer
-        body: dict[str, Any] = {
-            "model": self.served_name,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-        }
-        body |= {"seed": seq.seed, "stream": False}
+        body: dict[str, Any] = {"model": self.served_name, "max_tokens": params.max_tokens}
+        body |= {"temperature": params.temperature, "seed": seq.seed, "stream": False}
         body |= {"top_p": params.top_p} if params.top_p < 1.0 else {}
         body |= {"stop": list(params.stop)} if params.stop else {}
         body |= {"stop_token_ids": list(params.stop_token_ids)} if params.stop_token_ids else {}
@@ -283,14 +280,11 @@ def _encoded(text: str, reason: str, num_generated: int | None, seq: Sequence, t
     ids = tokenizer.encode(text, add_special_tokens=False) if text else []
     if tokenizer.decode(ids, skip_special=False) != text:
         raise LostAnswer("whose text does not encode to itself")
-    has_end = reason == "stop" and not seq.params.stop and not seq.params.stop_token_ids
-    if num_generated is not None and num_generated not in (
-        (len(ids), len(ids) + 1) if reason == "stop" else (len(ids),)
-    ):
+    is_whole = reason == "stop"
+    if num_generated is not None and num_generated not in (len(ids), len(ids) + is_whole):
         raise LostAnswer("whose text encodes to another number of tokens than were made")
-    end = tokenizer.end_token_id
-    if not has_end:
+    if not is_whole or seq.params.stop or seq.params.stop_token_ids:
         return ids
-    if end is None:
+    if tokenizer.end_token_id is None:
         raise LostAnswer("whose end token is ambiguous")
-    return [*ids, end]
+    return [*ids, tokenizer.end_token_id]

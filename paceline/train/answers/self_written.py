@@ -113,11 +113,10 @@ class PromptWriter:
         return done
 
     def _check_try_budget(self, done: SelfWritten, num_found: int, num_prompts: int) -> None:
-        num_new = len(done.prompts) - num_found
-        if done.dropped.total() > MAX_TRIES_PER_PROMPT * (num_new + EXTRA_TRIES):
+        num_new, num_dropped = len(done.prompts) - num_found, done.dropped.total()
+        if num_dropped > MAX_TRIES_PER_PROMPT * (num_new + EXTRA_TRIES):
             raise PromptError(
-                f"only {num_new} of {num_new + done.dropped.total()} prompts the target wrote were usable, "
-                f"{num_prompts} are "
+                f"only {num_new} of {num_new + num_dropped} prompts the target wrote were usable, {num_prompts} are "
                 f"wanted ({dict(done.dropped)}): give prompts with --prompts, or openers with --openers"
             )
 

@@ -179,9 +179,8 @@ def read_documents(
             seen.add(mark)
         end = loop_start(answer.answer_ids)
         whole = answer.prompt_ids + answer.answer_ids[:end]
-        document = Document(
-            f"{answer.key}/{answer.turn}", np.array(whole[:max_len], dtype=np.int32), len(answer.prompt_ids)
-        )
+        tokens = np.array(whole[:max_len], dtype=np.int32)
+        document = Document(f"{answer.key}/{answer.turn}", tokens, len(answer.prompt_ids))
         if document.num_anchors < 1:
             is_filled = len(answer.prompt_ids) >= max_len - 1 and len(answer.answer_ids) > 1
             counts["num_prompt_too_long" if is_filled else "num_too_short"] += 1
@@ -344,9 +343,8 @@ class StepPlanner:
     def _count_steps(self) -> float:
         num_steps = num_blocks = 0
         for number in epoch_order(len(self.documents), self._seed, 0):
-            num_blocks += min(
-                self._anchors, self._blocks_per_step - num_blocks, self.documents[int(number)].num_anchors
-            )
+            num_left = self._blocks_per_step - num_blocks
+            num_blocks += min(self._anchors, num_left, self.documents[int(number)].num_anchors)
             if num_blocks == self._blocks_per_step:
                 num_steps, num_blocks = num_steps + 1, 0
         return num_steps + num_blocks / self._blocks_per_step
@@ -366,9 +364,8 @@ class StepPlanner:
                 order = epoch_order(len(self.documents), self._seed, epoch)
             number = int(order[index])
             document = self.documents[number]
-            anchors_A = draw_anchors(
-                document, min(self._anchors, self._blocks_per_step - num_blocks), self._seed, epoch
-            )
+            most = min(self._anchors, self._blocks_per_step - num_blocks)
+            anchors_A = draw_anchors(document, most, self._seed, epoch)
             chosen.append((number, anchors_A))
             num_blocks += len(anchors_A)
             num_slots += num_valid_slots(document, anchors_A, self._block_size)

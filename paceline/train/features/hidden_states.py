@@ -288,9 +288,8 @@ class ScaledFeatures:
 
     def of(self, number: int) -> Features:
         features = self._source.of(number)
-        return Features(
-            features.taps_SF * self._scale_F.to(features.taps_SF.device, features.taps_SF.dtype), features.final_SD
-        )
+        scale_F = self._scale_F.to(features.taps_SF.device, features.taps_SF.dtype)
+        return Features(features.taps_SF * scale_F, features.final_SD)
 
 
 def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:

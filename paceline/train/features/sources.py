@@ -158,9 +158,9 @@ class Sources:
     def _kind(self, documents: Sequence[Document]) -> str:
         if self.config.features != "auto":
             return self.config.features
-        return (
-            "cached" if self._should_cache(documents) else "streamed" if self.config.remote.features_from else "online"
-        )
+        if self._should_cache(documents):
+            return "cached"
+        return "streamed" if self.config.remote.features_from else "online"
 
     def _should_cache(self, documents: Sequence[Document]) -> bool:
         """Returns True if documents are seen more than once, or other runs may read their features, and the disk has
@@ -168,8 +168,7 @@ class Sources:
         config = self.config
         if config.loop.epochs <= 1.0 and config.loop.max_steps is None and config.shared_features is None:
             return False
-        cached = self._stored(documents, self._form())
-        lacks_room = False
+        cached, lacks_room = self._stored(documents, self._form()), False
         try:
             cached.check_room(cached.missing(), self._computed(documents).bytes_per_position)
         except CacheError:
@@ -181,13 +180,11 @@ class Sources:
 
     def _streamed(self, source: MeasuredSource, form: Form) -> StreamedFeatures:
         width, num_threads = form.bytes_of(source.bytes_per_position), getattr(source, "num_at_once", 1)
-        return StreamedFeatures(
-            source,
-            lambda number: width * len(source.documents[number]),
-            self.config.stream_buffer,
-            form=form,
-            num_threads=num_threads,
-        )
+
+        def size_of(number: int) -> int:
+            return width * len(source.documents[number])
+
+        return StreamedFeatures(source, size_of, self.config.stream_buffer, form=form, num_threads=num_threads)
 
     @contextlib.contextmanager
     def _computing(self, source: MeasuredSource, numbers: list[int]) -> Iterator[Callable[[int], Features]]:

@@ -70,10 +70,8 @@ class _PackedAttention(ABC):
         tables = rope_tables(config.shape, longest + layout.block_size)
         rope = Rope(*(table.to(layout.anchors[0].device, dtype) for table in tables))
         # (cos, signed sin), shared by all layers
-        self._block, self._context = (
-            rope.tables_at(layout.block_positions()),
-            rope.tables_at(layout.context_positions()),
-        )
+        self._block = rope.tables_at(layout.block_positions())
+        self._context = rope.tables_at(layout.context_positions())
         kinds = [(config.shape.window(index), config.is_causal[index]) for index in range(config.shape.num_layers)]
         plans = {kind: self._plan(*kind) for kind in set(kinds)}
         self._plans = [plans[kind] for kind in kinds]
@@ -129,11 +127,8 @@ class SplitAttention(_PackedAttention):
         for mask, anchors_A, length in zip(plan, layout.anchors, layout.context_lens, strict=True):
             slots = slice(first_slot, first_slot := first_slot + len(anchors_A) * layout.block_size)
             positions = slice(first_position, first_position := first_position + length)
-            parts.append(
-                self._document(
-                    mask, query_THD[slots], [part[slots] for part in own], [part[positions] for part in context]
-                )
-            )
+            own_part, context_part = [part[slots] for part in own], [part[positions] for part in context]
+            parts.append(self._document(mask, query_THD[slots], own_part, context_part))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _document(self, mask: Tensor, query_THD: Tensor, own: list[Tensor], context: list[Tensor]) -> Tensor:
@@ -148,12 +143,10 @@ class SplitAttention(_PackedAttention):
         context_key, context_value = (part.transpose(0, 1) for part in context)  # [KV, N, D]
         to_context = torch.bmm(query.flatten(1, 2), context_key.transpose(1, 2)).unflatten(1, (num_blocks, -1))
         to_own = torch.matmul(query, own_key.transpose(2, 3))
-        # With a mask of the products' dtype, scores take half the bytes; sums and softmax are computed in float32
-        # anyway.
+        # With a mask of the products' dtype, scores take half the bytes; softmax is computed in float32 anyway.
         scores = torch.cat([to_context, to_own], dim=-1).unflatten(2, (group, size)) + mask.to(to_own.dtype)
-        probs = (
-            torch.softmax(scores, dim=-1, dtype=scores.dtype).to(own_value.dtype).flatten(2, 3)
-        )  # [KV, A, G * B, N + B]
+        probs = torch.softmax(scores, dim=-1, dtype=scores.dtype).to(own_value.dtype)
+        probs = probs.flatten(2, 3)  # [KV, A, G * B, N + B]
         out = torch.bmm(probs[..., :length].flatten(1, 2), context_value).unflatten(1, (num_blocks, -1))
         out = out + torch.matmul(probs[..., length:], own_value)
         return out.unflatten(2, (group, size)).permute(1, 3, 0, 2, 4).reshape(num_blocks * size, -1)
@@ -219,10 +212,8 @@ def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bo
         is_own = block_S[key] == block_T[slot]
         if is_causal:
             is_own = is_own & (distance >= 0)
-        is_context = (
-            (block_S[key] == CONTEXT) & (document_S[key] == document_T[slot]) & (position_S[key] < anchor_T[slot])
-        )
-        is_seen = is_context | is_own
+        is_context = (block_S[key] == CONTEXT) & (document_S[key] == document_T[slot])
+        is_seen = is_own | (is_context & (position_S[key] < anchor_T[slot]))
         return is_seen if window is None else is_seen & (distance.abs() < window)
 
     return is_visible
@@ -251,15 +242,8 @@ class FlexAttention(SdpaAttention):
         slots, keys = self._places()
         # At least two tiles, and more tiles of keys than of slots: torch.compile specialises sizes that are 1 or equal.
         slots, keys = _padded(slots, 2 * TILE), _padded(keys, (2 + -(-slots.shape[1] // TILE)) * TILE)
-        mask = self._functions(slots.device)[1]
-        return mask(
-            mask_function(slots, keys, window, is_causal),
-            None,
-            None,
-            slots.shape[1],
-            keys.shape[1],
-            device=str(slots.device),
-        )
+        is_visible, sizes = mask_function(slots, keys, window, is_causal), (slots.shape[1], keys.shape[1])
+        return self._functions(slots.device)[1](is_visible, None, None, *sizes, device=str(slots.device))
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         num_slots, (filled_slots, filled_keys) = query.shape[2], plan.seq_lengths

@@ -30,14 +30,10 @@ def tracked(
 
         def on_step(figures: dict[str, Any]) -> None:
             run.log(**figures)
-            number, evaluations = (
-                figures["step"],
-                {name: figures[name] for name in ("heldout", "ood") if name in figures},
-            )
-            text = (
-                f"step {number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} "
-                "blocks/s"
-            )
+            number = figures["step"]
+            evaluations = {name: figures[name] for name in ("heldout", "ood") if name in figures}
+            text = f"step {number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} "
+            text += f"{figures['blocks_per_s']:.0f} blocks/s"
             text += "".join(f" {name} {evaluation['eal']:.2f}" for name, evaluation in evaluations.items())
             if "served" in figures:
                 text += f" served {figures['served']['tokens_per_round']:.2f}"
@@ -63,8 +59,7 @@ def time_left(trainer: Trainer) -> str:
 def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
     """Returns {"eal", "loss"}: the latest expected acceptance length and loss, on held-out documents if there are any,
     else on the documents of the last step."""
-    name = "heldout" if "heldout" in trainer.heldout else None
-    seen = [line.get("heldout") if name else line for line in run.metrics()]
+    seen = [line.get("heldout") if "heldout" in trainer.heldout else line for line in run.metrics()]
     newest = next((figures for figures in reversed(seen) if figures), {})
     return {key: newest.get(key) for key in ("eal", "loss")}
 

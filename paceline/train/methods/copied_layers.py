@@ -82,15 +82,14 @@ def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
 
 def _heads_of(parts: dict[str, Tensor], source: DecoderConfig, shape: DecoderConfig) -> dict[str, Tensor]:
     """Returns the first heads if the drafter has fewer. Raises ConfigError for another head size or group size."""
-    same = (source.num_heads, source.num_kv_heads) == (shape.num_heads, shape.num_kv_heads)
     group, own = source.num_heads // source.num_kv_heads, shape.num_heads // shape.num_kv_heads
     if source.head_dim != shape.head_dim or group != own or shape.num_kv_heads > source.num_kv_heads:
         raise ConfigError(
             f"copied layers need heads of the target's: {shape.num_heads} of {shape.head_dim} over "
-            f"{shape.num_kv_heads} key "
-            f"heads cannot be made of its {source.num_heads} of {source.head_dim} over {source.num_kv_heads}; {REMEDY}"
+            f"{shape.num_kv_heads} key heads cannot be made of its {source.num_heads} of {source.head_dim} over "
+            f"{source.num_kv_heads}; {REMEDY}"
         )
-    if same:
+    if source.num_heads == shape.num_heads and source.num_kv_heads == shape.num_kv_heads:
         return parts
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     rows = dict(zip(HEADS, (queries, keys, keys), strict=False))

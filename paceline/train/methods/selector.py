@@ -90,9 +90,8 @@ class DFlash2Trainable(DFlashTrainable):
         sampled_A = sample.of(pack)
         if is_training and (not is_learning or not len(sampled_A)):
             # Every weight gets a gradient, which optimisers and other processes need.
-            return sum(
-                (parameter.sum() for parameter in self.network.candidate_selector.parameters()), total
-            ) * 0.0, metrics
+            weights = self.network.candidate_selector.parameters()
+            return sum((weight.sum() for weight in weights), total) * 0.0, metrics
         hidden_AKD, before_AK = hidden_TD.detach().unflatten(0, (-1, per_block)), pack.before_AK
         for number, blocks_A in enumerate(sampled_A.split(max(1, CHUNK_ROWS // per_block))):
             part = Slots(slots.labels_AK[blocks_A], slots.valid_AK[blocks_A])
