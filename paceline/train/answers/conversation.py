@@ -26,8 +26,8 @@ class Conversation:
     answers: list[Answer] = field(default_factory=list)
 
     def add_answer(self, answer: Answer) -> bool:
-        """Records an answer of the target. If the prompt has a further user message, appends answer and message to
-        `messages` and returns True. Otherwise the conversation is finished, and the method returns False."""
+        """Records an answer of the target. If the prompt has another user message, appends both to `messages` and
+        returns True. Returns False if the conversation is finished."""
         self.answers.append(answer)
         if len(self.answers) >= len(self.prompt.turns):
             return False
@@ -38,8 +38,8 @@ class Conversation:
 
 @dataclass(slots=True)
 class Regenerated:
-    """Result of `regenerate`: the folder of the answers, and the counts of this process: generated answers and tokens,
-    seconds, and the prompts and answers that were left out. In a run on Ray, the counts are those of all workers."""
+    """Result of `regenerate`: folder of the answers, and counts of this process. In a run on Ray, they are those of all
+    workers."""
 
     answers: Path
     """Folder of the answers of all processes."""
@@ -56,15 +56,14 @@ class Regenerated:
     refused: Dropped = field(default_factory=Dropped)
     """Counts of conversations that the target cannot answer, by reason."""
     num_cut_short: int = 0
-    """Number of conversations that ended early: an answer was incomplete, or the next prompt was too long or
-    refused."""
+    """Conversations that ended early: an answer was incomplete, or the next prompt was too long or refused."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Counts of a remote server's answers that were left out because their tokens are unknown, by reason."""
+    """Reason -> number of a remote server's answers that were left out because their tokens are unknown."""
 
 
 def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str, tuple[Prompt, float]]:
     """Returns every conversation to generate, as key -> (prompt, temperature). Each prompt is answered once at
-    temperature 0 and `answering.samples` times at each temperature above 0. Duplicate prompts have the same key."""
+    temperature 0, and `answering.samples` times at each temperature above 0. Duplicate prompts have the same key."""
     return {
         key_of(prompt, temperature, sample): (prompt, temperature)
         for prompt in prompts
@@ -74,9 +73,9 @@ def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str
 
 
 def key_of(prompt: Prompt, temperature: float, sample: int = 0) -> str:
-    """Returns a conversation's unique key: SOURCE/ID#HASH@TEMPERATURE. `sample`: number of the answer among those to
-    the same prompt at this temperature; if it is above 0, the key ends with ~SAMPLE. HASH is a hash of the prompt's
-    text, which distinguishes prompts with the same id."""
+    """Returns a conversation's unique key, SOURCE/ID#HASH@TEMPERATURE. HASH is a hash of the prompt's text, which
+    distinguishes prompts with the same id. `sample`: number of the answer among those to this prompt at this
+    temperature; if it is above 0, the key ends with ~SAMPLE."""
     before = prompt.messages[:-1]
     text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
     if prompt.tools or prompt.grammar or (prompt.messages and prompt.messages[-1]["role"] != "user"):

@@ -1,5 +1,4 @@
-"""Reads prompts from several sources and mixes them by weight; every row that is left out is counted by reason and
-reported.
+"""Reads prompts from several sources and mixes them by weight. Every row left out is counted by reason and reported.
 
     --prompts chats.jsonl=2 --prompts code.parquet=1        two of the chats for each of the code, without repetition
 
@@ -30,19 +29,18 @@ Source = tuple[str, float | None]
 
 @dataclass(slots=True)
 class Mixture:
-    """The prompts of one run, mixed from all its sources, and counts of the sources' rows that are not used."""
+    """The prompts of one run, mixed from all its sources, and counts of rows that are not used."""
 
     prompts: list[Prompt] = field(default_factory=list)
     traced: list[Path] = field(default_factory=list)
-    """Sources with prompts as token ids (Parquet files and folders). Their answers are used to check that the ids
-    belong to the target's tokenizer."""
+    """Sources with prompts as token ids. Their answers show whether the ids are of the target's tokenizer."""
     dropped: Dropped = field(default_factory=Dropped)
 
 
 def sources_of(prompts: tuple[str, ...]) -> list[Source]:
-    """Splits each text in `prompts`, SOURCE or SOURCE=WEIGHT, into (source, weight or None). A source is a file, a
-    folder of traces or a data set id. The name of an existing file is a source, even if it contains "=". Raises
-    ConfigError for an invalid weight."""
+    """Splits each text, SOURCE or SOURCE=WEIGHT, into (source, weight or None). A source is a file, a folder of traces
+    or a data set id. The name of an existing file is a source, even if it contains "=". Raises ConfigError for an
+    invalid weight."""
     return [_source_of(text) for text in prompts]
 
 
@@ -62,9 +60,10 @@ def _source_of(text: str) -> Source:
 def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -> Mixture:
     """Reads the prompts of all sources in `config.prompts` and mixes them by the sources' weights. If a source has more
     prompts than its weight allows, a hash of each prompt and `seed` decides which are used. `say` gets a line for each
-    source with unusable rows or unused prompts. Raises PromptError for an unreadable or empty source, or if a weight
-    leaves a source without prompts; with `strict`, for the first unusable row. Raises ConfigError for an invalid
-    weight, or if no row of a source has one of the tags in `config.tags`."""
+    source with unusable rows or unused prompts. Raises:
+    - PromptError for an unreadable or empty source, for a weight that leaves a source without prompts, and with
+      `strict` for an unusable row;
+    - ConfigError for an invalid weight, or a tag of `config.tags` that no row of a source has."""
     mixture = Mixture()
     sources: list[tuple[str, float | None, list[Prompt]]] = []
     for source, weight in sources_of(config.prompts):
@@ -89,16 +88,14 @@ def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -
 
 
 def others_of(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
-    """Returns settings for reading prompts that are used only for evaluation. `prompts`: their sources, files or data
-    sets. `limit` and `strict` are taken from `config.prompting`, but not its tags: prompts are read whatever tag they
-    have."""
+    """Returns settings for reading prompts that are used only for evaluation. `prompts`: their sources. The tags of
+    `config.prompting` do not apply to them."""
     return PromptsConfig(prompts, config.prompting.limit, config.prompting.strict)
 
 
 def check_begun(config: TrainConfig) -> None:
     """Checks that the run in `config.out` can be resumed with `config`. Raises ConfigError in these cases:
-    - `check_same_training` does: the run was begun with another target, `init` or `max_len`;
-    - the run was begun with other tags than `config.prompting.tags`;
+    - the run was begun with another target, `init`, `max_len` or `config.prompting.tags`;
     - one of these tags does not occur in one of the config's sources of prompts."""
     from paceline.train.answers.run_identity import check_same_training  # imports PyTorch, which plans do without
 

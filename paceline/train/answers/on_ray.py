@@ -29,14 +29,13 @@ from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.processes.ray_cluster import Work, connected, distributed
 
 BATCHES_OF_ROWS = 4
-"""Conversations per batch, for each cache row of a worker (a row holds one sequence). At the end of a batch, rows are
-idle until its longest answer is complete."""
+"""Conversations per batch, for each cache row (place of one sequence) of a worker. At the end of a batch, rows are idle
+until its longest answer is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A prompt that a Ray worker answers, in one conversation per temperature and sample. The worker skips finished
-    conversations, and continues those that an earlier run has begun."""
+    """A prompt that a Ray worker answers, once per temperature and sample, except for finished conversations."""
 
     prompt: Prompt
     finished: frozenset[str]
@@ -101,7 +100,6 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
 
 
 def _shared(config: RegenerateConfig, prompts: list[Prompt], shards: AnswerShards, progress: Progress) -> Regenerated:
-    """Generates the missing answers on the cluster."""
     began, where = time.monotonic(), config.remote
     keys = conversations_of(prompts, config.answering)
     begun, finished = shards.recover(), shards.keys()

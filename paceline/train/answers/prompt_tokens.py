@@ -1,5 +1,4 @@
-"""Encodes prompts as token ids for the target, through its chat template or as plain text (--raw), and finds unusable
-prompts.
+"""Encodes prompts as token ids for the target, by its chat template or as plain text (--raw). Finds unusable prompts.
 
     encoder = PromptEncoder(TokenizerOnly(tokenizer), AnswerConfig())
     encoder.first_ids(prompt)                        # raises RowError for a prompt that this target cannot answer
@@ -29,8 +28,7 @@ NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it st
 
 @dataclass
 class TokenizerOnly:
-    """Replaces an LLM where only its tokenizer is needed: has no weights, and encodes conversations as token ids
-    exactly as `LLM.encode_chat` does."""
+    """Replaces an LLM where only its tokenizer is needed; encodes conversations exactly as `LLM.encode_chat` does."""
 
     tokenizer: Tokenizer
 
@@ -46,9 +44,9 @@ class TokenizerOnly:
 
 
 class PromptEncoder:
-    """Encodes prompts as token ids, with the opening (the first messages of every conversation), tools and template
-    variables of `config`. With `config.raw`, prompts are encoded as plain text, without the chat template. Raises
-    ConfigError if `raw` is combined with an opening, tools or variables."""
+    """Encodes prompts as token ids, with the opening (first messages of every conversation), tools and template
+    variables of `config`. With `config.raw`, prompts are plain text without the chat template. Raises ConfigError if
+    `raw` is combined with an opening, tools or variables."""
 
     def __init__(self, llm: LLM | TokenizerOnly, config: AnswerConfig, vocab_size: int | None = None) -> None:
         """`vocab_size`: rows of the target's embedding, if known; else the tokenizer's vocabulary size is used."""
@@ -61,9 +59,8 @@ class PromptEncoder:
         refuse(ConfigError, (config.raw and has_chat, needs_template))
 
     def messages_of(self, prompt: Prompt) -> list[Message]:
-        """Returns the messages of a conversation before the first answer: the opening (system message and further
-        messages that `config` puts before every prompt), then the prompt's own. A prompt with a system message of its
-        own, or without messages, gets no opening."""
+        """Returns the messages of a conversation before the first answer: the config's opening, then the prompt's own
+        messages. A prompt with its own system message, or without messages, gets no opening."""
         is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
         return prompt.messages if is_own else self.opening + prompt.messages
 
@@ -73,9 +70,9 @@ class PromptEncoder:
         return self.encode(prompt, self.messages_of(prompt))
 
     def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        """Returns the token ids of the conversation `messages`, with the tools of `prompt` or, if it has no tools,
-        those of the config. If `prompt` is given as token ids, returns these; with `raw`, encodes only the prompt's
-        text. Raises RowError if the chat template rejects the messages, or for a token id that the target does not
+        """Returns the token ids of the conversation `messages`, with the tools of `prompt` or, if it has none, those of
+        the config. A prompt that is given as token ids is returned unchanged. With `raw`, only the prompt's text is
+        encoded. Raises RowError if the chat template rejects the messages, or for a token id that the target does not
         have."""
         where = prompt.where or f"{prompt.source}, prompt {prompt.id}"
         if prompt.token_ids:
@@ -104,9 +101,8 @@ class PromptEncoder:
         return self.llm.tokenizer.encode(prompt.turns[0])
 
     def examine(self, prompts: Iterable[Prompt], dropped: Dropped) -> list[int]:
-        """Returns the token counts of the usable prompts, in the order of `prompts`. Unusable prompts are counted by
-        reason in `dropped`: the chat template rejects them, they have token ids that the target does not have, or they
-        are longer than `max_prompt_tokens`."""
+        """Returns the token counts of the usable prompts, in the order of `prompts`. The others are counted by reason
+        in `dropped`: those that `first_ids` rejects, and those longer than `max_prompt_tokens`."""
         counts = list[int]()
         for prompt in prompts:
             try:

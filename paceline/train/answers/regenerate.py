@@ -1,5 +1,4 @@
-"""Generates the target's answers to prompts, given or self-written, in batches through the real engine, into a run
-folder.
+"""Generates the target's answers to prompts in batches, through the real engine, into a run folder.
 
 A drafter learns what its target would generate, so only the prompts of a data set are used, not its answers. Follow-up
 messages of a conversation are sent after the target's own earlier answers. Finished conversations are recorded by key,
@@ -52,7 +51,7 @@ CONVERSATIONS_PER_SHARD = 128
 IN_FLIGHT_PER_ROW = 2
 """Requests submitted to the engine per cache row (place for one sequence), so that a free row is reused immediately."""
 WRITE_EVERY_S = 60.0
-"""Seconds after which a shard is written even if it has few conversations, so that a slow target's answers are safe."""
+"""Seconds after which a shard is written even if it has few conversations."""
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
@@ -79,8 +78,8 @@ class Prepared:
     """Rows of the prompt sources that were left out."""
 
     def conclude(self, config: RegenerateConfig, done: Regenerated, progress: Progress) -> None:
-        """Logs `done`, the counts of generated answers, in the run folder, and reports it through `progress`. Raises
-        PromptError if no prompt could be used."""
+        """Logs the counts `done` in the run folder and reports them through `progress`. Raises PromptError if no prompt
+        could be used."""
         dropped = {"dropped": self.written.dropped, "rows_dropped": self.dropped.counts}
         self.folder.log(stage="regenerate", rank=self.ranks.rank, **dropped, **asdict(done))
         _report(config, done, self.written, self.ranks, progress)
@@ -95,11 +94,14 @@ def prepared(
     fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
     """Context manager: loads the target and the prompts of a run, and yields them. Inside it, no other run may use the
-    folder `config.out`. `what`: the run's type, stored in its config.json. `more`: settings that a resumed run must
-    repeat, in addition to those of `config`. `fill`: (opener, seed) -> first words of a prompt that the target writes
-    itself, where the opener is a configured beginning and the seed differs for every prompt. Raises ConfigError if the
-    folder holds a run with other settings, PromptError for unusable prompts, CacheError for disk errors, and another
-    PacelineError if the target cannot be loaded."""
+    folder `config.out`.
+    - `what`: the run's type, stored in its config.json.
+    - `more`: settings that a resumed run must repeat, in addition to those of `config`.
+    - `fill`: (opener, seed) -> first words of a prompt that the target writes. An opener is a configured beginning; the
+      seed differs for every prompt.
+
+    Raises ConfigError if the folder holds a run with other settings, PromptError for unusable prompts, CacheError for
+    disk errors, and another PacelineError if the target cannot be loaded."""
     ranks = Ranks.here()
     engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
@@ -136,9 +138,8 @@ def prepared(
 
 
 def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
-    """Returns the target's engine settings for generating answers: without a drafter, with a cache for the longest
-    prompt and answer. `ranks`: the processes of the run; if there are several, each gets its own GPU and number of
-    threads."""
+    """Returns the target's engine settings for generating answers: no drafter, and a cache for the longest prompt and
+    answer. With several processes in `ranks`, each gets its own GPU and number of threads."""
     target, answering = config.target, config.answering
     longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN if config.prompting.num_self_written else 0)
     max_len = -(-(answering.max_prompt_tokens + longest) // 16) * 16
@@ -254,7 +255,7 @@ class ShardBuffer:
 
 class Regenerator:
     """Generates the target's answers to prompts and writes them to shards (files of finished conversations). A second
-    `run` with the same prompts and config, such as after a crash, generates only the missing conversations."""
+    `run` with the same prompts and config generates only the missing conversations."""
 
     def __init__(self, llm: LLM | RemoteLLM, shards: Kept, config: AnswerConfig) -> None:
         self.llm, self.shards, self.config = llm, shards, config
@@ -265,11 +266,10 @@ class Regenerator:
         self._started_at, self._advance = 0.0, ignore
 
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
-        """Answers the prompts, duplicates only once, and returns the counts; `bars` shows the progress of all
-        conversations. Prompts that are too long, or that the chat template rejects, are left out and counted. Raises
-        CacheError if a shard cannot be written, PromptError if one is damaged, and the error of an answer that fails in
-        the engine or on the server, such as NumericsError or DownloadError. After an error, finished conversations are
-        retained, and the next run generates the others."""
+        """Answers the prompts, duplicates only once, and returns the counts. `bars` shows the progress. Prompts that
+        are too long, or that the chat template rejects, are left out and counted. Raises CacheError if a shard cannot
+        be written, PromptError if one is damaged, and the error of an answer that fails in the engine or on the server.
+        After an error, finished conversations are retained, and the next run generates the others."""
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
         conversations = conversations_of(prompts, self.config)
         waiting = self._missing(conversations)
@@ -321,8 +321,7 @@ class Regenerator:
             self._advance_bar()
 
     def first_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt with its opening, up to the first answer. Raises RowError if the chat
-        template rejects the prompt, or for a token id that the target does not have."""
+        """Returns the token ids of a prompt up to its first answer; see `PromptEncoder.first_ids`."""
         return self._encoder.first_ids(prompt)
 
     def _advance_bar(self) -> None:

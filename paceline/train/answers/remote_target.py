@@ -39,8 +39,8 @@ NO_GRAMMAR = "answers_from: servers differ in how they take grammars: leave the 
 
 
 class LostAnswer(PacelineError):
-    """Raised for a server's answer that cannot be used, mostly because its token ids cannot be determined. `reason`:
-    text by which such answers are counted."""
+    """Raised for a server's answer that cannot be used, mostly because its token ids are unknown. Such answers are
+    counted by `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -83,9 +83,11 @@ class RayTokenizer(TokenizerOnly):
 
 def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | None:
     """Returns the object that replaces the LLM: a RemoteLLM if a server runs the target, a RayTokenizer if a Ray
-    cluster does, None if this machine does. Raises ConfigError for an invalid address, for a grammar or `top_k` with a
-    server, or for prompts written by the target with Ray. Raises DownloadError if the server or the tokenizer's files
-    cannot be reached, ModelNotFoundError or ModelFileError for a missing or damaged tokenizer."""
+    cluster does, None if this machine does. Raises:
+    - ConfigError for an invalid address, for a grammar or `top_k` with a server, or for prompts written by the target
+      with Ray;
+    - DownloadError if the server or the tokenizer's files cannot be reached;
+    - ModelNotFoundError or ModelFileError for a missing or damaged tokenizer."""
     where = config.remote
     if not where.ray and not where.answers_from:
         return None
@@ -109,8 +111,8 @@ def _tokenizer(config: RegenerateConfig) -> Tokenizer:
 
 
 def first_model(client: Client) -> str:
-    """Returns the name of the first model that the server lists. Raises ConfigError if the server refuses the request
-    or lists no models."""
+    """Returns the name of the first model that the server lists. Raises ConfigError if the server lists none or
+    refuses."""
     try:
         return str(client.json("GET", "/v1/models")["data"][0]["id"])
     except (Refused, KeyError, IndexError, TypeError) as error:
@@ -119,9 +121,8 @@ def first_model(client: Client) -> str:
 
 
 class RemoteEngine:
-    """Has the interface of `engine.Engine`, but sends requests to a server, so that a `Regenerator` works with a remote
-    target. It has no KV cache: the attribute `cache` only gives `num_rows`, the largest number of concurrent
-    requests."""
+    """Has the interface of `engine.Engine`, but sends requests to a server. It has no KV cache: its attribute `cache`
+    only gives `num_rows`, the largest number of concurrent requests."""
 
     def __init__(self, llm: RemoteLLM, client: Client, served_name: str, num_at_once: int) -> None:
         self.client, self.served_name, self.num_rows = client, served_name, num_at_once
@@ -166,14 +167,13 @@ class RemoteEngine:
                 self._run(*request)
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager without effect. (That of `engine.Engine` sets prefill chunks to their maximum size;
-        here the server chooses their size.)"""
+        """Returns a context manager without effect: the server chooses the size of its prefill chunks."""
         return contextlib.nullcontext()
 
     def step(self) -> list[Chunk]:
         """Waits until the server has answered a request. Returns one chunk, with the whole answer, for each request
-        that has been answered since the last call; aborted requests are left out. `chunk.sequence.error` is set if the
-        request failed, or if the answer's token ids cannot be determined."""
+        answered since the last call, except aborted ones. `chunk.sequence.error` is set if the request failed or the
+        answer's token ids are unknown."""
         chunks = [self._done.get()]
         while not self._done.empty():
             chunks.append(self._done.get())
@@ -189,8 +189,7 @@ class RemoteEngine:
         self._done.put(Chunk(seq, seq.output_ids, text, seq.finish_reason))
 
     def _answer(self, seq: Sequence, chat: ChatRequest | None) -> tuple[list[int], str, Any]:
-        """Returns (token ids, text, finish reason) of a request, in the first format from `_way` on that is
-        accepted."""
+        """Returns (token ids, text, finish reason), by the first format from `_way` on that the server accepts."""
         refused: Refused | None = None
         for way in range(self._way, len(WAYS)):
             path, body = self._request(WAYS[way], seq, chat)
@@ -237,9 +236,9 @@ class RemoteEngine:
 
 def read_answer(response: Any, seq: Sequence, tokenizer: Tokenizer) -> tuple[list[int], str, Any]:
     """Reads `response`, the JSON object that a server returned for the request `seq`. Returns (token ids, text, finish
-    reason: "stop" or "length"). Without token ids in the response, the text is encoded by `tokenizer`. Raises
-    LostAnswer if the token ids do not match the text, if the answer ended for another reason, or if the server reports
-    other prompt tokens than those of `seq`."""
+    reason: "stop" or "length"). Without token ids in the response, `tokenizer` encodes the text. Raises LostAnswer if
+    the token ids do not match the text, if the answer ended for another reason, or if the server reports other prompt
+    tokens than those of `seq`."""
     try:
         (choice,) = response["choices"]
         message = choice.get("message") or {}

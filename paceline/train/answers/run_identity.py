@@ -25,8 +25,8 @@ from paceline.train.learn.checkpoint import check_same
 
 def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
     """Returns the settings (name -> value) that determine the answers: target, prompts and sampling. A resumed run must
-    repeat them, except that it may add prompts, temperatures or samples. `engine`: the target's engine settings.
-    `ranks`: the processes of the run. If the target writes prompts, the number of processes is one of the settings."""
+    repeat them, but may add prompts, temperatures or samples. `engine`: the target's engine settings. If the target
+    writes prompts, the number of processes in `ranks` is one of the settings."""
     prompts, engine = config.prompting, settle(engine)
     settings = {
         "target": identity_of(engine.model),
@@ -47,7 +47,7 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
 def check_same_training(config: TrainConfig) -> None:
     """Raises ConfigError if the run in `config.out` was begun with another target, `init` (drafter to continue) or
     `max_len`. If the run has no checkpoint yet, only a difference in the target's adapter is an error. Settings that
-    the run has not stored are not compared; `max_len` is compared only if `config` has one."""
+    the run has not stored, and a `max_len` of None, are not compared."""
     file, has_steps = config.out / "config.json", any((config.out / "checkpoints").glob("step-*"))
     stored = read_json(file) if file.is_file() else {}
     now = {"init": config.init, "max_len": stored.get("max_len") if config.max_len is None else config.max_len}
@@ -63,9 +63,9 @@ def check_same_training(config: TrainConfig) -> None:
 
 def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
     """Compares `settings` with those stored by the run in the folder `out`. `kind`: the run's type, such as
-    "regenerate". Returns True if `settings` extend the stored run, for example with further prompts or samples. Returns
-    False if they equal the stored ones, or if there is no run. Raises ConfigError for a run of another type, or for any
-    other difference, which the message names."""
+    "regenerate". Returns True if `settings` extend the stored ones, for example with further prompts; False if they are
+    equal, or if there is no run. Raises ConfigError for a run of another type, or for any other difference, which the
+    message names."""
     file = out / "config.json"
     if not file.is_file():
         return False
@@ -82,8 +82,8 @@ def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
 
 
 def opened_run(out: Path, kind: str, settings: dict[str, Any]) -> RunFolder:
-    """Opens the run in the folder `out`, or creates one of type `kind`; returns the run folder. Raises ConfigError if
-    the run is of another type or has other settings."""
+    """Opens the run in the folder `out`, or creates one of type `kind`. Raises ConfigError if the run is of another
+    type or has other settings."""
     if (out / "config.json").is_file():
         check_same_run(out, kind, settings)
     else:
@@ -92,7 +92,7 @@ def opened_run(out: Path, kind: str, settings: dict[str, Any]) -> RunFolder:
 
 
 def extend(folder: RunFolder, kind: str, settings: dict[str, Any]) -> None:
-    """Writes `settings` into the config.json of a run of type `kind`, in place of the settings stored there."""
+    """Replaces the settings in the config.json of a run of type `kind`."""
     config = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
     folder.write_json("config.json", config | {kind: settings})
 

@@ -30,8 +30,7 @@ MARK = "\u2042"
 MIN_WORDS, MAX_TOKENS = 4, 160
 MAX_TRIES_PER_PROMPT = 8
 EXTRA_TRIES = 32
-"""The limit on unusable prompts is MAX_TRIES_PER_PROMPT for every usable one, and for this many more; above it the run
-fails."""
+"""The run fails after more than MAX_TRIES_PER_PROMPT * (new usable prompts + EXTRA_TRIES) unusable prompts."""
 
 
 @dataclass(slots=True)
@@ -50,11 +49,11 @@ class UserTurn:
     """The rendered text before the user's message."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Special token that ends the user's text; `stop` has the string if it is not a special token."""
+    """Special token that ends the user's text; if it is ordinary text, `stop` has it."""
 
 
 class PromptWriter:
-    """Has the target write prompts, into a JSON lines file; an interrupted run resumes after the last complete line.
+    """Has the target write prompts, into a JSON lines file. An interrupted run resumes after the last complete line.
     Raises UnsupportedModelError if the chat template omits the user's text, PromptError if the target has no
     template."""
 
@@ -69,9 +68,9 @@ class PromptWriter:
         variables: Mapping[str, Any] | None = None,
         fill: Callable[[str, int], str] = lambda opener, seed: opener,
     ) -> None:
-        """`openers`: texts with which prompts begin. `opening`: messages at the start of every conversation of an
-        application, such as its system message, so that the prompts are those of its users. `fill`: (opener, number) ->
-        the beginning to use; the number differs for every prompt."""
+        """`openers`: texts with which prompts begin. `opening`: messages at the start of every conversation, such as an
+        application's system message. `fill`: (opener, number) -> the beginning to use; the number differs for every
+        prompt."""
         self.llm, self.file, self.openers, self.seed = llm, file, openers or ("",), seed
         self._fill = fill
         self._turn = user_turn(llm.tokenizer, opening, variables)
@@ -86,8 +85,8 @@ class PromptWriter:
 
     def write(self, num_prompts: int, on_prompt: Callable[[str], None] = lambda prompt: None) -> SelfWritten:
         """Writes prompts until the file holds `num_prompts`; returns all prompts in the file. Calls `on_prompt` with
-        each of them, including those that the file already has. Raises PromptError for a damaged file, or if the target
-        writes more than 256 + 8 * (new usable prompts) unusable ones; CacheError for disk errors."""
+        each of them, also those already in the file. Raises PromptError for a damaged file, or for more than 256 + 8 *
+        (new usable prompts) unusable ones; CacheError for disk errors."""
         drop_cut_line(self.file)
         has_some = self.file.exists() and self.file.stat().st_size
         done = SelfWritten([prompt.turns[0] for prompt in read_prompts(self.file)] if has_some else [])
@@ -147,9 +146,8 @@ class PromptWriter:
 def user_turn(
     tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None
 ) -> UserTurn:
-    """Returns the place of the user's message in this tokenizer's chat template, after the messages of `opening` (those
-    at the start of every conversation, such as the system message). Raises UnsupportedModelError if the template omits
-    the user's text, PromptError for a tokenizer without a template."""
+    """Returns the place of the user's message in the tokenizer's chat template, after the messages of `opening`. Raises
+    UnsupportedModelError if the template omits the user's text, PromptError for a tokenizer without a template."""
     messages = [*opening, {"role": "user", "content": MARK}]
     before, mark, after = chat_text(tokenizer, messages, variables=variables).partition(MARK)
     if not mark:  # not in the rendered text
@@ -164,7 +162,7 @@ def user_turn(
 
 def rejection_reason(prompt: str, is_finished: bool, seen: set[str]) -> str | None:
     """Returns the reason why a prompt is unusable, such as "too short"; None if it is usable. `is_finished`: True if
-    the target ended the prompt itself. `seen`: normalised texts of earlier prompts, to find duplicates; not changed."""
+    the target ended the prompt itself. `seen`: normalised texts of earlier prompts, to find duplicates."""
     words = prompt.split()
     checks = (
         (not is_finished, "unfinished"),
@@ -178,8 +176,8 @@ def rejection_reason(prompt: str, is_finished: bool, seen: set[str]) -> str | No
 
 
 def read_openers(file: Path) -> tuple[str, ...]:
-    """Reads beginnings of prompts from a text file, one per line. Raises PromptError for a file that is unreadable or
-    empty."""
+    """Reads beginnings of prompts from a text file, one per line. Raises PromptError for an unreadable or empty
+    file."""
     remedy = "give a text file, one beginning a line"
     with reraised(PromptError, f"cannot read openers from {file}", remedy, OSError, UnicodeDecodeError):
         openers = tuple(line.rstrip("\n") for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
