@@ -1,4 +1,4 @@
-"""Turns answers into training documents; chooses which are held out, their order in each epoch, and the anchors: the
+"""Turns answers into training documents. Chooses the held-out documents, the order in each epoch, and the anchors: the
 positions in a document after which a block is drafted.
 
 Every random choice is drawn from (seed, epoch, document), independent of earlier draws, so a resumed run and a run on
@@ -29,7 +29,7 @@ from paceline.train.documents.tokenised import is_tokenised, tokenised_answers
 
 NUM_READ_BACK = 8
 MIN_HELDOUT, MAX_HELDOUT = 16, 128
-"""Fewest and most prompts that a training run holds out; the minimum applies if there are enough prompts."""
+"""Fewest and most prompts that a training run holds out, if there are enough prompts."""
 AnswerSource = Path | Tagged
 MAX_PERIOD = 64
 """Longest repetition period, in tokens, that `loop_start` detects."""
@@ -49,14 +49,12 @@ class Document:
 
     @property
     def prompt(self) -> str:
-        """Identifier of the document's prompt, the same for all answers to it: the hash of the prompt's text or, if the
-        document's key has no hash, the prompt's source and id."""
+        """Identifier of the document's prompt, the same for all answers to it; see `prompt_of`."""
         return prompt_of(self.key.rsplit("/", 1)[0])
 
     @property
     def num_anchors(self) -> int:
-        """Number of positions that can be anchors (where a block of drafts begins): those of the answer that have a
-        next token to draft."""
+        """Number of positions that can be anchors: those of the answer that have a next token to draft."""
         return max(0, len(self.tokens) - 1 - self.answer_start)
 
 
@@ -79,13 +77,11 @@ class Corpus:
 
     @property
     def num_prompts(self) -> int:
-        """Number of different prompts to learn from. A prompt counts once, even if it has answers at several
-        temperatures, or several answers in one conversation."""
+        """Number of different prompts to learn from; several answers to a prompt count once."""
         return len({document.prompt for document in self.train})
 
     def told(self) -> str:
-        """Returns a text with the numbers of documents that were left out or truncated, by reason; empty if no document
-        was."""
+        """Returns a text with the numbers of documents left out or truncated, by reason; empty if there are none."""
         counts = (
             (self.num_loops_cut, "cut where they repeat themselves"),
             (self.num_cut, "cut at the longest document (max_len)"),
@@ -116,10 +112,9 @@ def read_corpus(
     prompts, at least `min_heldout` and at most `max_heldout`: those with the smallest hashes.
 
     Documents are cut at `max_len` tokens, prompt included. An answer that ends in a loop is cut before the third
-    repetition in it: repetitive text adds nothing to learn and makes measured acceptance lengths too optimistic.
-    Documents are ordered by a hash of their conversation's key. This mixes the sources, but keeps the answers of a
-    conversation together. Raises PromptError if no document is left to learn from, or with `strict` for an unusable
-    row."""
+    repetition: repetitive text makes measured acceptance lengths too optimistic. Documents are ordered by a hash of
+    their conversation's key, which mixes the sources but keeps a conversation together. Raises PromptError if no
+    document is left to learn from, or with `strict` for an unusable row."""
     documents: list[tuple[str, int, Document]] = []
     counts, dropped = Counter[str](), Dropped()
     for read in read_documents(sources, max_len, counts, None if strict else dropped):
@@ -141,7 +136,7 @@ def key_hash(key: str) -> int:
 
 
 def nothing_left(corpus: Corpus) -> str:
-    """Returns the error message for a corpus without training documents, with the counts of what was left out."""
+    """Returns the error message for a corpus without training documents."""
     counts = corpus.told()
     text = "there are no answers to learn from: regenerate more, or raise the longest document (max_len)"
     return f"{text}; {counts}" if counts else text
@@ -166,8 +161,8 @@ def read_documents(
 ) -> Iterator[ReadDocument]:
     """Yields each answer with its prompt as a training document, cut at `max_len` tokens (prompt included) and before
     an endless repetition. Skipped answers are counted in `counts`, under num_too_short, num_prompt_too_long and
-    num_repeated (duplicates). Unusable rows are counted in `dropped`; if `dropped` is None, the first one raises
-    PromptError. `once`: skip duplicates; this holds a hash of every answer in memory."""
+    num_repeated (duplicates). Unusable rows are counted in `dropped`; if it is None, the first one raises PromptError.
+    `once`: skip duplicates; this holds a hash of every answer in memory."""
     counts.update(num_too_short=0, num_prompt_too_long=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
     for answer in answers_of(sources, dropped):
@@ -189,10 +184,9 @@ def read_documents(
 
 
 def answers_of(sources: Iterable[AnswerSource], dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yields the answers in `sources`: folders of answers, files of answers, and files of tokenised data. A source of
-    type `Tagged` names tags, and only answers with one of them are yielded. An unusable row is counted in `dropped`; if
-    `dropped` is None, it raises PromptError. Raises PromptError for a missing source, ConfigError if a tag does not
-    occur in its source."""
+    """Yields the answers in `sources`: folders or files of answers, and files of tokenised data. Of a `Tagged` source,
+    only answers with one of its tags are yielded. Unusable rows are counted in `dropped`; if it is None, the first one
+    raises PromptError. Raises PromptError for a missing source, ConfigError if a tag does not occur in its source."""
     for each in sources:
         source, tags = (each.path, each.tags) if isinstance(each, Tagged) else (each, ())
         if not source.exists():
@@ -214,7 +208,7 @@ def check_answers(
     to leave texts unchecked. Raises PromptError in these cases:
     - a source is missing, or has no usable answer;
     - with `strict`, a row that was read is unusable;
-    - none of a source's answers decodes to its stored text: another tokenizer has encoded them."""
+    - none of a source's answers decodes to its stored text, so another tokenizer encoded them."""
     for source in sources:
         dropped = Dropped()
         first = list(islice(answers_of([source], None if strict else dropped), NUM_READ_BACK))
@@ -248,32 +242,31 @@ def has_vocabulary(document: Document, vocab_size: int) -> bool:
 
 def prompt_of(key: str) -> str:
     """Returns the part of a conversation's key that identifies its prompt: the hash of the prompt's text or, in a key
-    without a hash, everything before the "@" of the temperature. All answers with the same identifier are held out
-    together."""
+    without a hash, everything before the "@" of the temperature."""
     name = key.rsplit("@", 1)[0]
     return name[-8:] if re.search("#[0-9a-f]{8}$", name) else name
 
 
 def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:
-    """Returns the identifiers (`prompt_of`) of the prompts to hold out: those with the smallest hashes. `keys`: the
-    keys of all conversations. `share`, `most` and `fewest` determine the number of prompts, as in `num_heldout`."""
+    """Returns the identifiers (`prompt_of`) of the prompts to hold out: those with the smallest hashes. `keys`: keys of
+    all conversations. `num_heldout` explains the other arguments."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
     return set(prompts[: num_heldout(len(prompts), share, most, fewest)])
 
 
 def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> int:
     """Returns the number of prompts to hold out of `num_prompts`: 0 for fewer than ten prompts or a `share` of 0.
-    Otherwise it is `share` * `num_prompts`, rounded up; it is raised to `fewest` (but not above half of the prompts)
-    and limited to `most`."""
+    Otherwise `share` * `num_prompts`, rounded up, at least `fewest` (but not above half of the prompts) and at most
+    `most`."""
     if not share or num_prompts < 10:
         return 0
     return min(most, max(math.ceil(share * num_prompts), min(fewest, num_prompts // 2)))
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns the number of tokens to keep from the beginning of a text. A text that ends in a loop (the same 1 to 64
-    tokens at least three times in a row) keeps the first two repetitions, and at least 12 tokens of the loop. Any other
-    text is kept whole."""
+    """Returns the number of tokens to keep from the beginning of a text. A loop is the same 1 to 64 tokens at least
+    three times in a row. A text that ends in a loop keeps two repetitions, and at least 12 tokens of the loop. Any
+    other text is kept whole."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])
@@ -285,13 +278,13 @@ def loop_start(tokens: list[int]) -> int:
 
 
 def epoch_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the order in which an epoch uses the documents: the document numbers, [num_documents], in an order that
-    is random but the same for the same `seed` and `epoch`."""
+    """Returns the document numbers, [num_documents], in the order in which an epoch uses them. The order is random, but
+    the same for the same `seed` and `epoch`."""
     return np.random.default_rng((seed, epoch)).permutation(num_documents)
 
 
 def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns up to `number` distinct anchors (positions where a block of drafts begins) in a document's answer,
+    """Returns up to `number` distinct anchors (positions after which a block is drafted) in a document's answer,
     ascending, redrawn for every epoch (DFlash, section 4.2)."""
     every = np.arange(document.answer_start, len(document) - 1)
     if len(every) <= number:
@@ -303,33 +296,31 @@ def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDAr
 def labels_of(
     document: Document, anchors_A: NDArray[np.int64], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Returns (labels [A, K], validity [A, K]) of the blocks that begin at A anchors (positions in the document).
-    Labels: the token ids at the K = block_size - 1 positions after each anchor. Validity: True where this position is
-    inside the document; labels outside are arbitrary."""
+    """Returns (labels [A, K], validity [A, K]) of the blocks at A anchors (positions in the document). Labels: the
+    token ids at the K = block_size - 1 positions after each anchor. Validity: False where this position is after the
+    document's end; the label there is arbitrary."""
     at_AK = anchors_A[:, None] + np.arange(1, block_size)
     valid_AK = at_AK < len(document)
     return document.tokens[np.minimum(at_AK, len(document) - 1)].astype(np.int64), valid_AK
 
 
 def num_valid_slots(document: Document, anchors_A: NDArray[np.int64], block_size: int) -> int:
-    """Returns the number of draft positions that are inside the document, summed over the blocks that begin at these
-    anchors."""
+    """Returns the number of draft positions inside the document, summed over the blocks at these anchors."""
     return int(np.minimum(len(document) - 1 - anchors_A, block_size - 1).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A position in the training data, at which a step begins: an epoch, and an index in the order of documents of this
-    epoch."""
+    """The position in the training data at which a step begins: an epoch, and an index in its order of documents."""
 
     epoch: int = 0
     index: int = 0
 
 
 class StepPlanner:
-    """Chooses the documents of each training step, and the anchors (positions where a block of drafts begins) in each.
-    A step takes documents in the epoch's order until it has `blocks_per_step` blocks, and up to `anchors` blocks of
-    each document. The plan is for all processes together; every process computes the same one."""
+    """Chooses the documents of each training step, and the anchors (positions after which a block is drafted) in each.
+    A step takes documents in the epoch's order until it has `blocks_per_step` blocks, up to `anchors` of each document.
+    Every process computes the same plan, which is for all processes together."""
 
     def __init__(
         self, documents: Sequence[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int
@@ -337,8 +328,7 @@ class StepPlanner:
         self.documents = documents
         self._blocks_per_step, self._anchors, self._block_size, self._seed = blocks_per_step, anchors, block_size, seed
         self.steps_per_epoch = max(1.0, self._count_steps())
-        """Number of steps that use every document once. The last document of a step gets fewer blocks if the step is
-        full."""
+        """Number of steps that use every document once."""
 
     def _count_steps(self) -> float:
         num_steps = num_blocks = 0
@@ -350,10 +340,8 @@ class StepPlanner:
         return num_steps + num_blocks / self._blocks_per_step
 
     def step(self, place: Place) -> tuple[list[tuple[int, NDArray[np.int64]]], int, Place]:
-        """Plans the step that begins at `place`. Returns (blocks, number of draft positions, next place):
-        - blocks: a list of (document number, positions of the anchors in it);
-        - number of draft positions: only those inside the document count;
-        - next place: where the following step begins."""
+        """Plans the step that begins at `place`. Returns (blocks, number of draft positions inside documents, place of
+        the following step). Blocks: a list of (document number, positions of the anchors in it)."""
         chosen: list[tuple[int, NDArray[np.int64]]] = []
         num_blocks = num_slots = 0
         epoch, index = place.epoch, place.index

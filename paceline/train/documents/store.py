@@ -45,8 +45,8 @@ REMEDY = "free space or choose another --out"
 
 
 class StoredDocuments(Sequence[Document]):
-    """Sequence of documents that are stored in the files of a folder; each is read from disk on access. `rows`: indices
-    of the stored documents that belong to the sequence, in the order of the sequence; None for all."""
+    """Documents stored in the files of a folder; each is read from disk on access. `rows`: indices of the stored
+    documents that belong to the sequence, in its order; None for all."""
 
     def __init__(self, folder: Path, rows: NDArray[np.int64] | None = None) -> None:
         """Raises CacheError if the folder is not one of `write_documents`."""
@@ -74,8 +74,7 @@ class StoredDocuments(Sequence[Document]):
         return (self[place] for place in range(len(self)))
 
     def key(self, place: int) -> str:
-        """Returns the key of the conversation from which document number `place` of this sequence was made.
-        (`Document.key` also has the answer's number in the conversation.)"""
+        """Returns the key of the conversation of document number `place`, without the answer's number."""
         first, end = (int(number) for number in self.table[self.rows[place], 3:5])
         return self._keys[first:end].decode(errors="surrogatepass")
 
@@ -102,10 +101,8 @@ def without(documents: Sequence[Document], is_out: Callable[[Document], bool]) -
 def write_documents(
     folder: Path, sources: Iterable[AnswerSource], max_len: int, counts: Counter[str], dropped: Dropped | None
 ) -> StoredDocuments:
-    """Writes the answers in `sources` as documents to files in `folder`, unsorted and with duplicates; returns the
-    stored documents. A document is cut at `max_len` tokens (prompt included), and before an endless repetition. Answers
-    left out are counted in `counts`. Unusable rows are counted in `dropped`; if it is None, one raises PromptError.
-    Raises CacheError for disk errors."""
+    """Writes the answers in `sources` as documents to files in `folder`, unsorted and with duplicates; returns them.
+    `read_documents` explains how documents are cut, and the other arguments. Raises CacheError for disk errors."""
     num_tokens = num_bytes = 0
     with reraised(CacheError, f"cannot write {folder}", REMEDY, OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,10 +135,8 @@ def stored_corpus(
     min_heldout: int = 1,
     strict: bool = False,
 ) -> Corpus:
-    """Returns the same corpus as `dataset.read_corpus`, but stores the documents as files in `folder`; training
-    documents are read from disk on access. Documents are cut at `max_len` tokens, prompt included. A share
-    `heldout_share` of the prompts, at least `min_heldout` and at most `max_heldout`, is held out. Raises PromptError if
-    no document is left to learn from, or with `strict` for an unusable row; CacheError for disk errors."""
+    """Returns the same corpus as `dataset.read_corpus`, but stores the documents as files in `folder`. Training
+    documents are read from disk on access. Also raises CacheError for disk errors."""
     counts, dropped = Counter[str](), Dropped()
     every = write_documents(folder, sources, max_len, counts, None if strict else dropped)
     order, counts["num_repeated"] = _sorted_once(every)
@@ -160,7 +155,7 @@ def stored_corpus(
 
 def known_only(corpus: Corpus, vocab_size: int, strict: bool = False) -> Corpus:
     """Returns the corpus without documents that hold tokens unknown to the target; `corpus.dropped` counts them. Raises
-    PromptError if these are more than 10% of all documents, or with `strict` for a single one."""
+    PromptError if they are more than 10% of all documents, or with `strict` for a single one."""
     documents = chain(corpus.train, corpus.heldout)  # iterated, as stored documents may not fit in memory
     foreign = {document.key for document in documents if not has_vocabulary(document, vocab_size)}
     if not foreign:

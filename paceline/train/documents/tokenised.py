@@ -25,9 +25,8 @@ IGNORED = -100
 
 
 def is_tokenised(path: Path) -> bool:
-    """Returns True if a file has tokenised data (token ids with a loss mask), False if it has answers. A Parquet file
-    has tokenised data if it has a column `input_ids` and no column `answer_ids`. A file of another format always has,
-    since answers are stored only as Parquet."""
+    """Returns True if a file has tokenised data (token ids with a loss mask), False if it has answers. Answers are
+    always Parquet. A Parquet file is tokenised data if it has a column `input_ids` and no column `answer_ids`."""
     if path.suffix != ".parquet":
         return True
     try:
@@ -39,7 +38,7 @@ def is_tokenised(path: Path) -> bool:
 
 def tokenised_answers(path: Path, dropped: Dropped | None = None) -> Iterator[Answer]:
     """Yields the answers in a file of tokenised data, one for each contiguous span of at least two tokens to learn
-    from. An unusable row is counted in `dropped`, or raises RowError if `dropped` is None."""
+    from. An unusable row is counted in `dropped`, or raises RowError if it is None."""
     for number, (where, row) in enumerate(file_rows(path)):
         try:
             if isinstance(row, RowError):
