@@ -1,19 +1,17 @@
 """Computes the target's hidden states for training, when needed or once into files.
 
 `OnlineFeatures` runs the target in the same process. `cache_features` runs it once over every document and writes
-safetensors files for `CachedFeatures`, which pays off if documents are seen more than once. It computes the size first,
-and fails if the disk lacks the room. A file is named after its document's tokens, and a folder after all else that
-decides the values: other selections of documents, and other runs, find what is there.
+safetensors files for `CachedFeatures`, which pays off if documents are seen more than once. It fails at the start if
+the disk lacks the room. A file is named after its document's tokens, and a folder after all else that decides the
+values, so other runs find what is there.
 
     runs/x/features-<fingerprint>/3f/3f...safetensors     taps [positions, F], final [positions, D] if needed
 
-`ScaledFeatures` brings all features to a similar size during training. Hidden states of a language model differ by
-orders of magnitude: in the built-in model, late layers are ten times larger than early ones, a few dimensions are a
-hundred times larger than the rest, and half of the energy is a constant mean. An optimiser that moves every weight by
-about the same step (Adam, Muon) would then learn mostly from the largest features. So each feature is multiplied by a
-power of two near the inverse of its size, and the column of `fc` that reads it is trained in those units. Powers of two
-are exact in every
-format: the saved drafter computes bit for bit what was trained.
+`ScaledFeatures` brings all features to a similar size during training. Late layers of a language model are ten times
+larger than early ones, and a few dimensions a hundred times larger than the rest. An optimiser that moves every weight
+by about the same step (Adam, Muon) would learn mostly from these. So each feature is multiplied by a power of two near
+the inverse of its size, and the column of `fc` that reads it is trained in those units. Powers of two are exact in
+every format: the saved drafter computes bit for bit what was trained.
 """
 
 from __future__ import annotations
@@ -49,20 +47,18 @@ MOST_SAMPLED = 2048
 POSITIONS_PER_PASS = 2048
 """Positions of a document per forward pass of the target."""
 LOUD = 3.0
-"""Positions with a norm above this multiple of the median are ignored when the scale is measured. They are attention
-sinks."""
+"""Positions with a norm above this multiple of the median (attention sinks) are ignored when the scale is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The target's hidden states at the S positions of one document. `taps_SF`: outputs of some target layers,
-    concatenated to F values per position. `final_SD`: final hidden states, after the last norm; None if not
-    requested."""
+    """The target's hidden states at the S positions of one document."""
 
     taps_SF: Tensor
     """Outputs of the tapped target layers at each position, concatenated."""
     final_SD: Tensor | None
-    """Final normed hidden state at each position, if requested; it predicts the next token."""
+    """Final hidden state at each position, after the last norm, which predicts the next token; None if not
+    requested."""
 
 
 class FeatureSource(Protocol):
@@ -74,8 +70,7 @@ class FeatureSource(Protocol):
 
 
 class MeasuredSource(FeatureSource, Protocol):
-    """A feature source (provides the target's hidden states of documents) that also has the documents themselves
-    (`documents`) and the size of their features (`bytes_per_position`)."""
+    """Provides the target's hidden states of documents; also has the documents and the size of their features."""
 
     @property
     def documents(self) -> Sequence[Document]: ...
@@ -87,8 +82,8 @@ class MeasuredSource(FeatureSource, Protocol):
 
 
 class OnlineFeatures:
-    """A feature source that computes the target's hidden states on request, one document at a time. If a document
-    begins with the same tokens as the previous one, these are not computed again."""
+    """Computes the target's hidden states on request, one document at a time. Tokens at the beginning of a document
+    that are the same as in the previous one are not computed again."""
 
     def __init__(
         self, target: Target, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
@@ -101,7 +96,7 @@ class OnlineFeatures:
         self._again: tuple[int, Features] | None = None
         """Number and features of the latest document: several consecutive packs of a long document request them."""
         self._last: tuple[list[int], Tensor, int, int] | None = None
-        """The previous document's tokens, taps, cache row and row generation, which shows whether the row was reused
+        """The previous document's tokens, taps, cache row, and row generation, which shows if the row was reused
         since."""
 
     @property
@@ -158,17 +153,16 @@ class OnlineFeatures:
 
 
 class Form:
-    """Storage format of features (hidden states). This class stores their values unchanged; its subclass
-    `quantised.Int8` stores them in 8 bits."""
+    """Storage format of features (hidden states): unchanged values. The subclass `quantised.Int8` stores 8 bits per
+    value."""
 
     @property
     def mark(self) -> str:
-        """Name of the storage format, which `fingerprint` includes; empty if values are stored unchanged."""
+        """Name of the format in `fingerprint`; empty for unchanged values."""
         return ""
 
     def encode(self, features: Features) -> dict[str, Tensor]:
-        """Returns one document's features as named CPU tensors for storage; the tensors are contiguous and share no
-        memory with each other."""
+        """Returns one document's features as named, contiguous CPU tensors that share no memory with each other."""
         tensors = {"taps": features.taps_SF.cpu().contiguous()}
         if features.final_SD is not None:  # which may be a part of the taps
             tensors["final"] = features.final_SD.cpu().clone(memory_format=torch.contiguous_format)
@@ -179,13 +173,11 @@ class Form:
         return Features(tensors["taps"], tensors.get("final"))
 
     def bytes_of(self, num_bytes: int) -> int:
-        """Returns the bytes that one position takes in this format. `num_bytes`: bytes of the position before
-        encoding."""
+        """Returns the bytes of one stored position. `num_bytes`: its bytes before encoding."""
         return num_bytes
 
     def coder(self, features: Features) -> Callable[[], Features]:
-        """Encodes `features` in this format and holds the result in memory. Returns a function without arguments that
-        decodes it and returns the features."""
+        """Encodes `features` and holds the result in memory. Returns a function that decodes it."""
         tensors = {name: tensor.clone() if name == "taps" else tensor for name, tensor in self.encode(features).items()}
         return lambda: self.decode(tensors)
 
@@ -195,9 +187,9 @@ PLAIN = Form()
 
 @dataclass(frozen=True, slots=True)
 class CachedFeatures:
-    """Feature source that reads each document's hidden states from a file in `folder`, where `cache_features` has
-    written them in the storage format `form`. Documents with the same tokens share a file. A file is not checked
-    against the target, so the folder's name must include `fingerprint(...)`."""
+    """Reads each document's hidden states from a file in `folder`, written by `cache_features` in the format `form`.
+    Documents with the same tokens share a file. A file is not checked against the target, so the folder's name must
+    include `fingerprint(...)`."""
 
     folder: Path
     documents: Sequence[Document]
@@ -209,16 +201,16 @@ class CachedFeatures:
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def missing(self) -> list[int]:
-        """Returns the numbers of the documents that have no file yet; of several documents with the same tokens, only
-        the first."""
+        """Returns the numbers of the documents that have no file yet; of documents with the same tokens, only the
+        first."""
         first = dict[Path, int]()
         for number in range(len(self.documents)):
             first.setdefault(self.path(number), number)
         return [number for path, number in first.items() if not path.exists()]
 
     def check_room(self, missing: list[int], bytes_per_position: int) -> None:
-        """Raises CacheError if the disk lacks room for the files of the documents `missing`, with a margin.
-        `bytes_per_position`: size of the features of one position before encoding."""
+        """Raises CacheError if the disk lacks room for the documents `missing`, with a margin. `bytes_per_position`:
+        size of the features of one position before encoding."""
         positions = sum(len(self.documents[number]) for number in missing)
         check_room(self.folder, positions * self.form.bytes_of(bytes_per_position))
 
@@ -237,11 +229,13 @@ def cache_features(
     computing: Callable[[list[int]], AbstractContextManager[Callable[[int], Features]]] | None = None,
 ) -> CachedFeatures:
     """Computes the features of those documents of `cached` that have no file, and writes their files; returns `cached`.
-    `ranks`: the processes, each of which writes a share of the documents; None for a single process. `on_document` is
-    called once for each document of this process's share, also if it already has a file. `computing`: replaces
-    `source.of` as the way to compute features, for example in batches. It is called with the numbers of the documents
-    to compute, and returns a context manager that yields a function, document number -> features. Other runs may write
-    into the same folder at the same time. Raises CacheError if the disk is too small or fails."""
+    Other runs may write into the same folder at the same time.
+    - `ranks`: the processes, each of which writes a share of the documents; None for a single process.
+    - `on_document`: called for each document of this process's share, also if it already has a file.
+    - `computing`: replaces `source.of`. It gets the numbers of the documents to compute, and returns a context manager
+      that yields a function, document number -> features.
+
+    Raises CacheError if the disk is too small or fails."""
     share, missing = (ranks or Ranks()).share_of(len(cached.documents)), cached.missing()
     cached.check_room(missing, source.bytes_per_position)
     missing = [number for number in missing if number in share]
@@ -271,17 +265,15 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def fingerprint(
     target: object, dtype: torch.dtype, tap_layers: tuple[int, ...], needs_final: bool, form: Form = PLAIN
 ) -> str:
-    """Returns a hexadecimal hash of the arguments, for the name of a folder of stored hidden states: two runs can share
-    the folder only if all arguments are equal. `target`: any object whose repr identifies the target's weights.
-    `tap_layers`: the target layers whose hidden states are stored. `needs_final`: True if the final ones, before the LM
-    head, are stored too."""
+    """Returns a hexadecimal hash of the arguments, for the name of a folder of stored hidden states. `target`: any
+    object whose repr identifies the target's weights. `tap_layers`: the stored layers. `needs_final`: True if the final
+    hidden states, before the LM head, are stored too."""
     identity = repr((target, str(dtype), tap_layers, needs_final, form.mark))
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 class ScaledFeatures:
-    """A feature source that scales the taps (hidden states of some target layers, concatenated, F values per position):
-    each of the F dimensions is multiplied by its own power of two."""
+    """Multiplies each of the F features (values of hidden states) of another source by its own power of two."""
 
     def __init__(self, source: FeatureSource, scale_F: Tensor) -> None:
         self._source, self._scale_F = source, scale_F
@@ -293,9 +285,9 @@ class ScaledFeatures:
 
 
 def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Measures each of the F features over a sample, up to 32 evenly spaced documents of `documents`. Positions of
-    large norm (attention sinks) are ignored. Returns (scale [F], mean [F]). Scale: the power of two nearest to 1 / (the
-    feature's root mean square). Mean: the mean of the feature after multiplication by its scale."""
+    """Measures each of the F features on up to 32 evenly spaced documents, without positions of large norm (attention
+    sinks). Returns (scale [F], mean [F]). Scale: the power of two nearest to 1 / (the feature's root mean square).
+    Mean: that of the scaled feature."""
     step = max(1, len(documents) // NUM_SAMPLED)
     taps = (source.of(number).taps_SF for number in range(0, len(documents), step)[:NUM_SAMPLED])
     sample_SF = torch.cat([taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu() for taps_SF in taps])
@@ -309,10 +301,10 @@ def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple
 def stored_scale(
     file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool, mark: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns (scale [F], mean [F]), the results of `measure_scale`: a power of two for each feature, and the mean of
-    each scaled feature. They are read from `file`, so that a resumed run scales features in the same way. If the file
-    is missing or holds another `mark` (text that identifies the features), they are measured on `documents`, and the
-    process with `is_first` True writes the file. Raises CacheError if the file is damaged or cannot be written."""
+    """Returns the results of `measure_scale` (scale [F], mean [F]), from `file` if it has them, so that a resumed run
+    scales features in the same way. If the file is missing or holds another `mark` (text that identifies the features),
+    they are measured, and the process with `is_first` True writes the file. Raises CacheError if the file is damaged or
+    cannot be written."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             with safe_open(file, "pt") as stored:
@@ -327,8 +319,8 @@ def stored_scale(
 
 @torch.no_grad()
 def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tensor) -> None:
-    """Makes `fc` (the projection of the taps, hidden states of some target layers) train on features multiplied by
-    scale_F [F]. `state_dict` and `load_state_dict` still use weights for unscaled features."""
+    """Makes `fc`, the projection of the features, train on features multiplied by scale_F [F]. `state_dict` and
+    `load_state_dict` still use weights for unscaled features."""
     fc = network.fc
     scale_F = scale_F.to(fc.weight.device)
 
@@ -345,9 +337,8 @@ def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tenso
 
 @torch.no_grad()
 def begin_without_mean(network: DFlashNetwork | Eagle3Network, mean_F: Tensor) -> None:
-    """Initialises `fc` (the projection of the taps, hidden states of some target layers) for scaled features. Its
-    weights get the same standard deviation for each of the F features. They are then changed so that the input mean_F
-    gives the output zero. mean_F [F]: mean of each scaled feature."""
+    """Initialises `fc`, the projection of the features, for scaled features: weights of equal standard deviation for
+    each of the F features, and an output of zero for the input mean_F. mean_F [F]: mean of each scaled feature."""
     weight, mean_F = network.fc.weight, mean_F.to(network.fc.weight.device)
     weight.mul_(0.02 / weight.std(dim=0, keepdim=True).clamp(min=1e-12))
     weight.sub_(torch.outer(weight @ mean_F, mean_F) / mean_F.square().sum())

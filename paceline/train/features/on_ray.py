@@ -26,7 +26,7 @@ from paceline.train.processes.agreement import mark_of_text
 from paceline.train.processes.ray_cluster import Work, connected, distributed
 
 POSITIONS_PER_BATCH = 8192
-"""Approximate positions of the documents that a worker computes before it sends them; at least one document."""
+"""Approximate positions of the documents that a worker computes before it sends them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,11 @@ class Reading:
 
 
 def mark_of_target(config: TrainConfig, target: Target) -> int:
-    """Returns a 64-bit hash that identifies the target, for the name of the folder of stored hidden states: those of
-    another model are never read. The hash depends on:
+    """Returns a 64-bit hash that identifies the target, so that stored hidden states of another model are never read.
+    It depends on:
     - path, names, sizes and modification times of the weight files, so it differs on machines with other paths;
     - the adapter and the weight format;
-    - whether a server computes the hidden states; with `config.shared_features`, also the server's address and model
-      name."""
+    - whether a server computes the hidden states; with `config.shared_features`, also its address and model name."""
     settings, remote = config.target, config.remote
     path = light_folder(settings.model).resolve()
     adapter, base = (adapter_digest(path) if is_adapter(path) else ""), base_of(path)
@@ -78,9 +77,8 @@ def stored_features(
     form: Form = PLAIN,
 ) -> CachedFeatures:
     """Returns a feature source that reads the hidden states of `documents` at the target layers `taps` from files,
-    which may still be missing. `form`: storage format of the files. Their folder is `features-<fingerprint>` in
-    `config.shared_features` or, if that is None, in `config.out`. `mark`: hash of the target (`mark_of_target`), which
-    must be the same in all processes."""
+    which may still be missing. Their folder is `features-<fingerprint>` in `config.shared_features` or, if that is
+    None, in `config.out`. `mark`: hash of the target (`mark_of_target`), the same in all processes."""
     name = fingerprint(mark, target.dtype, taps, config.loop.loss.needs_target_probs, form)
     return CachedFeatures((config.shared_features or config.out) / f"features-{name}", documents, form)
 
@@ -88,10 +86,10 @@ def stored_features(
 def cache_on_ray(
     config: TrainConfig, target: Target, cached: CachedFeatures, taps: tuple[int, ...], progress: Progress
 ) -> None:
-    """Computes hidden states at the target layers `taps` on a Ray cluster for the documents of `cached` that have no
+    """Computes hidden states at the target layers `taps` on a Ray cluster, for the documents of `cached` that have no
     file, and writes their files. `target` only gives sizes and dtype. Raises CacheError if the disk is too small or
-    fails, ConfigError if Ray is not installed, DownloadError if the cluster cannot be reached or fails, and any
-    PacelineError of a worker."""
+    fails, ConfigError without Ray, DownloadError if the cluster cannot be reached or fails, and a worker's
+    PacelineError."""
     needs_final = config.loop.loss.needs_target_probs
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize
     documents, length = cached.documents, sum(map(len, cached.documents))

@@ -30,8 +30,8 @@ DEPTH = 2
 
 
 class PackPrefetcher:
-    """Assembles packs (batches of training blocks) in advance in a thread, which `close` ends. `pieces`: iterator that
-    gives the blocks of one pack after another, in the order in which the caller will `take` the packs."""
+    """Assembles packs (batches of training blocks) in advance in a thread, which `close` ends. `pieces` gives the
+    blocks of one pack after another, in the order in which the caller will `take` them."""
 
     def __init__(self, packer: Packer, pieces: Iterator[list[Chosen]], depth: int = DEPTH) -> None:
         self._pieces = pieces
@@ -41,9 +41,8 @@ class PackPrefetcher:
         self._packs = deque(self._executor.submit(self._next) for _ in range(depth))
 
     def take(self, chosen: list[Chosen]) -> Pack:
-        """Returns the next pack; waits if it is not ready. `chosen`: the pack's blocks, as (document number, anchor
-        positions); it must equal what the iterator given at creation yielded for this pack. If assembling the pack
-        failed, raises that error."""
+        """Returns the next pack; waits if it is not ready. `chosen`: the pack's blocks, which must equal those that
+        `pieces` gave. Raises the error of assembling the pack."""
         planned, hand_over = self._packs[0].result()  # an error stays in the queue: a second call raises it again
         self._packs.popleft()
         self._packs.append(self._executor.submit(self._next))
@@ -51,7 +50,7 @@ class PackPrefetcher:
         return hand_over()
 
     def close(self) -> None:
-        """Waits for the pack that is being assembled, ends the thread, and discards all prefetched packs."""
+        """Ends the thread after the pack that is being assembled, and discards all prefetched packs."""
         self._executor.shutdown(cancel_futures=True)
         self._packs.clear()
 

@@ -21,8 +21,7 @@ LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class Int8(Form):
-    """Storage format with 8 bits per value of the taps (hidden states of some target layers), which are decoded to
-    `dtype`; final hidden states are stored unchanged."""
+    """Storage format with 8 bits per feature, decoded to `dtype`; final hidden states are stored unchanged."""
 
     scale_F: Tensor
     """One power of two per feature, from `measure_scale`, by which features are multiplied before they are stored."""

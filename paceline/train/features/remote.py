@@ -1,5 +1,4 @@
-"""Gets hidden states from a remote target: from vLLM's connector through files, or from `paceline serve --features` by
-HTTP.
+"""Gets hidden states from a remote target: from vLLM through files, or from `paceline serve --features` by HTTP.
 
 vLLM is started with the speculative method `extract_hidden_states` and a connector: `paceline.interop.hidden_states`
 (`vllm_command`; see docs/how-to/many-machines.md), or vLLM's ExampleHiddenStatesConnector, which needs CUDA. Each
@@ -44,8 +43,8 @@ CONNECTOR = {
 
 
 def vllm_command(model: str, taps: Sequence[int], longest: int, folder: Path) -> str:
-    """Returns the shell command that starts vLLM as a server that accepts documents of at most `longest` tokens and
-    writes the hidden states of the target layers `taps` to `folder`."""
+    """Returns the shell command that starts vLLM for documents of at most `longest` tokens, with the hidden states of
+    the target layers `taps` written to `folder`."""
     layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in taps]}}
     extraction = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
     connector = {**CONNECTOR, "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
@@ -89,8 +88,8 @@ class RemoteFeatures:
 
     @property
     def introduction(self) -> str:
-        """Text for the user that names the server. For a vLLM server, which does not report its layers, the text also
-        states the layer ids that must be set when vLLM is started."""
+        """Text for the user that names the server. vLLM does not report its layers, so for vLLM the text also has the
+        layer ids that it must be started with."""
         if self._is_paceline:
             return f"hidden states of {self._client.url}"
         ids = [layer + 1 for layer in self._taps]
@@ -100,9 +99,11 @@ class RemoteFeatures:
         )
 
     def of(self, number: int) -> Features:
-        """Returns the hidden states of document `number`. Raises DownloadError if the server cannot be reached or
-        rejects the request, CacheError if vLLM's file with the hidden states is missing or unreadable, ConfigError if
-        the tokens or shapes differ from the requested ones, NumericsError for values that are not finite."""
+        """Returns the hidden states of document `number`. Raises:
+        - DownloadError if the server cannot be reached or rejects the request;
+        - CacheError if vLLM's file is missing or unreadable;
+        - ConfigError if the tokens or shapes are not the requested ones;
+        - NumericsError for values that are not finite."""
         tokens = self.documents[number].tokens.tolist()
         try:
             tensors = self._requested(tokens) if self._is_paceline else self._extracted(tokens)
@@ -205,8 +206,7 @@ class RemoteFeatures:
 
 
 def _is_free(lock: Path) -> bool:
-    """Returns True if no process holds the lock of a file; a file without a lock comes from a server that does not
-    lock."""
+    """Returns True if no process holds the lock. A missing lock is free: the server does not lock."""
     if not lock.is_file():
         return True
     with lock.open("rb") as file:

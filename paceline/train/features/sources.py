@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Sources:
-    """Creates a run's feature sources, which give the target's hidden states to the training loop. Each process has its
-    own `Sources`."""
+    """Creates a run's feature sources, which give the target's hidden states to the training loop, in each process."""
 
     config: TrainConfig
     target: Target
@@ -76,10 +75,8 @@ class Sources:
     def of(self, documents: Sequence[Document]) -> FeatureSource:
         """Returns the feature source of `documents`. `config.features` selects how it gets the hidden states:
         - computed on request;
-        - stored on disk;
-        - streamed: threads compute them in advance and do not store them. Held-out documents are then stored on disk.
-
-        On a Ray cluster, they are always stored on disk."""
+        - stored on disk, as always on a Ray cluster;
+        - streamed: threads compute those of training documents in advance, and the others are stored on disk."""
         is_learned = documents is self.documents
         if self.config.remote.ray:
             return self._of_ray(documents, is_learned)
@@ -93,9 +90,8 @@ class Sources:
         return self._cached(documents, source, form)
 
     def scale(self, features: FeatureSource) -> tuple[Tensor, Tensor]:
-        """Returns (scale [F], mean [F]): for each feature, a power of two to multiply it by, and the mean of the scaled
-        feature. `features`: feature source of the training documents. The values are measured once per run, then read
-        from its folder."""
+        """Returns (scale [F], mean [F]): for each feature, the power of two to multiply it by, and the mean of the
+        product. `features`: source of the training documents. Measured once per run, then read from its folder."""
         if self._scale is None:
             file = self.config.out / "feature-scale.safetensors"
             mark = fingerprint(identity_of(self.config.target.model), self.target.dtype, self.taps, needs_final=False)
@@ -105,9 +101,9 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Context manager: inside it, threads do work for `trainer` in advance. If features are streamed, threads
-        compute the features of the next documents. If features are stored on disk, or streamed to a GPU, a thread
-        assembles the next packs (batches of training blocks)."""
+        """Context manager: inside it, threads work for `trainer` in advance. For streamed features, they compute those
+        of the next documents. For features on disk, or streamed to a GPU, a thread assembles the next packs (batches of
+        training blocks)."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
                 stack.callback(self.stream.close)
@@ -164,7 +160,7 @@ class Sources:
 
     def _should_cache(self, documents: Sequence[Document]) -> bool:
         """Returns True if documents are seen more than once, or other runs may read their features, and the disk has
-        room for them; the same in all processes."""
+        room. The result is the same in all processes."""
         config = self.config
         if config.loop.epochs <= 1.0 and config.loop.max_steps is None and config.shared_features is None:
             return False
@@ -188,7 +184,7 @@ class Sources:
 
     @contextlib.contextmanager
     def _computing(self, source: MeasuredSource, numbers: list[int]) -> Iterator[Callable[[int], Features]]:
-        """Yields the function that computes a document; with a remote target, it prefetches the documents `numbers`
+        """Yields the function that computes a document. A remote target computes the documents `numbers`
         concurrently."""
         if not isinstance(source, RemoteFeatures):
             yield source.of

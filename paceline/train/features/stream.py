@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class StreamedFeatures:
-    """A feature source (provides the target's hidden states of documents) whose threads compute features in advance
-    into a buffer of limited size. `begin` starts the threads, `close` ends them; only one thread may call `of`."""
+    """Provides the target's hidden states of documents; threads compute them in advance into a buffer of limited size.
+    `begin` starts the threads, `close` ends them; only one thread may call `of`."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class StreamedFeatures:
         form: Form = PLAIN,
         num_threads: int = 1,
     ) -> None:
-        """`size_of(number)`: bytes of a document's features in `form`, the storage format. `budget_bytes`: size of the
+        """`size_of(number)`: bytes of a document's features in the storage format `form`. `budget_bytes`: size of the
         buffer. `num_threads` above 1 needs a thread-safe source."""
         self._source, self._size_of, self._budget, self._form = source, size_of, budget_bytes, form
         self._num_threads = num_threads
@@ -55,17 +55,15 @@ class StreamedFeatures:
         """Number of documents requested out of order."""
 
     def begin(self, numbers: Iterator[int]) -> None:
-        """Starts threads that compute the features of the documents `numbers`, in this order; the caller must then
-        request them with `of` in the same order. A document that is requested several times in a row must be in
-        `numbers` only once."""
+        """Starts threads that compute the features of the documents `numbers`. The caller must request them with `of`
+        in the same order. A document that is requested several times in a row must be in `numbers` only once."""
         self.close()
         self._numbers, self._latest, self._failure, self.num_out_of_order = numbers, None, None, 0
         self._executor = ThreadPoolExecutor(self._num_threads, "paceline-features")
         self._submit(self._executor)
 
     def close(self) -> None:
-        """Waits for the documents that are being computed, ends the threads, and discards all features in the
-        buffer."""
+        """Ends the threads after the documents that are being computed, and discards the buffer."""
         if self._executor:
             self._executor.shutdown(cancel_futures=True)
         self._executor, self._pending, self.held_bytes = None, None, 0
@@ -107,8 +105,8 @@ class StreamedFeatures:
             self._pending = None
 
     def _next_number(self) -> int | None:
-        """Returns the next document to compute; None at the end, or if planning the documents failed: then the request
-        after the last document raises the error."""
+        """Returns the next document to compute; None at the end. It is also None if planning the documents failed: then
+        the request after the last document raises the error."""
         if self._pending is None and not self._failure:
             try:
                 self._pending = next(self._numbers, None)
@@ -118,8 +116,8 @@ class StreamedFeatures:
 
 
 def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
-    """Yields, without end, the blocks of each pack that this process will train on, as (document number, anchor
-    positions) pairs. Begins at the trainer's current place in the data."""
+    """Yields, without end, the blocks of each pack that this process will train on, from the trainer's current place in
+    the data. Blocks are (document number, anchor positions) pairs."""
     place = trainer.state.place
     while True:
         chosen, _, place = trainer.planner.step(place)
@@ -127,8 +125,8 @@ def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
 
 
 def upcoming(trainer: Trainer) -> Iterator[int]:
-    """Yields, without end, the numbers of the documents whose features this process will request, in this order. Begins
-    at the trainer's current place in the data; a document requested several times in a row is yielded once."""
+    """Yields, without end, the numbers of the documents whose features this process will request, in order, from the
+    trainer's current place in the data. A document requested several times in a row is yielded once."""
     last = None
     for piece in upcoming_pieces(trainer):
         for number, _ in piece:
