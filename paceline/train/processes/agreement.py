@@ -16,20 +16,20 @@ from paceline.errors import ProcessesError
 
 
 def mark_of(tensor: Tensor) -> int:
-    """Returns the first 8 bytes of the SHA-256 of a tensor's contents as a signed integer, so that processes can
-    exchange it in an int64 tensor."""
+    """Returns the first 8 bytes of the SHA-256 of a tensor's contents as a signed integer, to be sent in an int64
+    tensor."""
     return _mark(_bytes(tensor).cpu().numpy().data)
 
 
 def mark_of_text(text: str) -> int:
-    """Returns the first 8 bytes of the SHA-256 of a text as a signed integer, like `mark_of`."""
+    """Returns the first 8 bytes of the SHA-256 of a text, like `mark_of`."""
     return _mark(text.encode())
 
 
 def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: torch.device, remedy: str) -> None:
-    """Raises ProcessesError in all processes if any of them has other `marks` (hashes) than the first process. All must
-    pass equally many marks. `names`: what each mark is the hash of; `world`: number of processes; `device`: where the
-    process group communicates; `remedy`: advice at the end of the error message."""
+    """Raises ProcessesError in all processes if any has other `marks` (hashes) than the first process. All must pass
+    equally many marks. `names`: what each mark is the hash of; `world`: number of processes; `device`: where the
+    process group communicates; `remedy`: advice for the error message."""
     own = torch.tensor(marks, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(gathered, own)
@@ -46,8 +46,8 @@ def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: 
 
 @torch.no_grad()
 def give_first(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
-    """Broadcasts the first process's tensors: overwrites those of the others in place. All processes must pass the same
-    tensors in the same order, as (name, tensor)."""
+    """Overwrites the tensors of all processes with the first process's. All must pass the same tensors in the same
+    order."""
     for _, tensor in tensors:
         sent = tensor.detach().to(device).contiguous()
         dist.broadcast(_bytes(sent), 0)

@@ -22,8 +22,8 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class GradientBuckets:
-    """Sums one network's gradients over all processes (all-reduce), in messages (buckets) of several parameters each.
-    Each training step calls `arm`, then its last backward pass, then `finish`."""
+    """Sums one network's gradients over all processes (all-reduce), several parameters per message (bucket). Each
+    training step calls `arm`, then its last backward pass, then `finish`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.buckets = _split([*parameters][::-1], BUCKET_BYTES)
@@ -37,8 +37,7 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(partial(self._complete, number))
 
     def arm(self) -> None:
-        """Makes the next backward pass, which must be the step's last, send each bucket as soon as the gradients in it
-        are complete."""
+        """Makes the next backward pass, the step's last, send each bucket as soon as its gradients are complete."""
         self._missing, self._is_armed = [len(bucket) for bucket in self.buckets], True
 
     def finish(self) -> None:

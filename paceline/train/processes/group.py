@@ -30,8 +30,8 @@ BEAT_S = 1.0
 LOST_AFTER_S = 300.0
 """Seconds without a heartbeat after which a process is lost: reading a large file may block one for minutes."""
 LINGERS = 10
-"""Heartbeats that the first process waits after an error before it leaves; the others need half as many to find out
-which process failed."""
+"""Heartbeats that the first process waits after an error before it leaves; the others need half as many to find the
+failed process."""
 JOIN_MINUTES = 10.0
 """Minutes that processes wait for each other at the beginning, as machines may start late."""
 VICTIM = "ProcessesError: "
@@ -40,9 +40,8 @@ GO_ON = "what is finished is kept: start all processes again with the same comma
 
 
 class Liveness:
-    """Detects training processes that have failed, by the heartbeats that every process sends through a shared store;
-    also has a barrier (`wait`). Its methods must be called from one thread; another thread sends this process's
-    heartbeats."""
+    """Detects failed training processes by the heartbeats that every process sends through a shared store; also has a
+    barrier (`wait`). Call its methods from one thread; another thread sends the heartbeats."""
 
     def __init__(self, store: Any, ranks: Ranks, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
         """`store`: a store of torch.distributed that all processes share."""
@@ -56,8 +55,7 @@ class Liveness:
         self._thread.start()
 
     def wait(self) -> None:
-        """A barrier: waits, without a timeout, until all processes have called it. Raises ProcessesError if one of them
-        fails or sends no more heartbeats."""
+        """A barrier without a timeout. Raises ProcessesError if another process fails or sends no more heartbeats."""
         self._num_waits += 1
         try:
             self._store.set(f"wait/{self._num_waits}/{self._ranks.rank}", "")
@@ -68,9 +66,8 @@ class Liveness:
             raise self._without_store(error) from error
 
     def blame(self, error: BaseException) -> ProcessesError:
-        """Returns the error to raise after a collective operation has failed with `error`. If another process failed or
-        sends no heartbeats, the returned error names it. If all processes are alive, it says that one of them is slow
-        or hangs."""
+        """Returns the error to raise after a collective operation has failed with `error`. It names a process that
+        failed or sends no heartbeats; if all are alive, it says that one is slow or hangs."""
         if lost := self.lost():
             return lost
         reason = f"{' '.join(str(error).split()):.200}"
@@ -105,8 +102,8 @@ class Liveness:
             self._store.set(f"failed/{self._ranks.rank}", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def leave(self) -> None:
-        """Stops the heartbeats and reports that this process has left. The first process may host the store through
-        which all communicate, so it also waits for the others to leave, for a limited time."""
+        """Stops the heartbeats and reports that this process has left. The first process, which may host the store,
+        also waits for the others to leave, for a limited time."""
         self._is_over.set()
         self._thread.join()
         parted = [f"parted/{rank}" for rank in self._others]
@@ -133,7 +130,7 @@ class Liveness:
             keys, pause_s = missing, min(1.5 * pause_s, self._beat_s)
 
     def _raise_reported(self, of_victims: bool) -> None:
-        """Raises ProcessesError if another process has reported an error; `of_victims`: even if a third one caused
+        """Raises ProcessesError if another process has reported an error. `of_victims`: also if a third one caused
         it."""
         reports = {
             rank: self._store.get(f"failed/{rank}").decode()
@@ -182,11 +179,11 @@ class _Silence:
 def process_group(
     ranks: Ranks, device: str, step_timeout_minutes: float = 30.0, beat_s: float = BEAT_S
 ) -> Iterator[Callable[[], None]]:
-    """Context manager: joins torchrun's process group, if there are several processes; yields a function that waits for
+    """Context manager: joins torchrun's process group, if there are several processes. Yields a function that waits for
     all of them without a timeout. `device`: "cpu" selects gloo; otherwise each process uses its own GPU with NCCL, if
-    there are GPUs. `beat_s`: seconds between heartbeats. Raises ConfigError for more processes than GPUs;
-    ProcessesError if processes do not find each other, or if another process fails, sends no more heartbeats, or keeps
-    a step waiting for more than `step_timeout_minutes`."""
+    there are GPUs. `beat_s`: seconds between heartbeats. Raises ConfigError for more processes than GPUs. Raises
+    ProcessesError if processes do not find each other, or if another one fails, sends no more heartbeats, or keeps a
+    step waiting for more than `step_timeout_minutes`."""
     if ranks.world == 1:
         yield lambda: None
         return

@@ -33,8 +33,8 @@ AGAIN = "the last checkpoint is kept: start all processes again with the same co
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The blocks of one pack, and the weight by which their loss is multiplied. The weight is 1, or 0 for a filler: a
-    pack that a process computes only so that all processes compute equally many."""
+    """The blocks of one pack, and the factor on their loss: 1, or 0 for a pack that a process computes only so that all
+    compute equally many."""
 
     chosen: list[Chosen]
     weight: float = 1.0
@@ -42,7 +42,7 @@ class Piece:
 
 class Replicated:
     """Data-parallel training: every process holds the whole network and computes its share of each step's blocks. All
-    processes must call all methods in the same order; this also holds for `Sharded`."""
+    processes must call all methods in the same order, also those of `Sharded`."""
 
     _buckets: GradientBuckets | None = None
 
@@ -50,8 +50,8 @@ class Replicated:
         self.ranks, self.device = ranks, device
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
-        """Sets up the all-reduce of the network's gradients over all processes. Call it before an optimiser takes the
-        parameters. `is_autocast` is ignored here; it matters only for `Sharded`."""
+        """Sets up the sum of the gradients over all processes. Call it before an optimiser takes the parameters.
+        `is_autocast` matters only for `Sharded`."""
         if self.ranks.world > 1:
             self._buckets = GradientBuckets(each for each in drafter.network.parameters() if each.requires_grad)
 
@@ -71,7 +71,7 @@ class Replicated:
 
     def check_alike(self, what: str, describe: Callable[[], str]) -> None:
         """Raises ProcessesError if `describe()` returns different texts in different processes. `what`: name of the
-        compared thing, for the error message."""
+        compared thing in the message."""
         if self.ranks.world > 1:
             self._check_alike([mark_of_text(describe())], [what])
 
@@ -85,8 +85,7 @@ class Replicated:
         return [Piece(group) for group in split_into_packs(own, budget)]
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Computes the gradients of one pack's loss and adds them to those of the step; `is_last` marks the step's last
-        pack."""
+        """Adds the gradients of one pack's loss to those of the step; `is_last` marks the step's last pack."""
         if is_last and self._buckets:
             self._buckets.arm()
         loss.backward()
@@ -98,7 +97,7 @@ class Replicated:
             self._buckets.finish()
 
     def clip(self, network: nn.Module, longest: float) -> float:
-        """Scales the gradients down to a total norm of at most `longest`; returns the norm before scaling."""
+        """Scales the gradients to a total norm of at most `longest`; returns the norm before scaling."""
         norm = nn.utils.clip_grad_norm_(network.parameters(), longest)
         return float(self._whole(norm))
 
@@ -127,7 +126,7 @@ class Replicated:
 
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Returns copies of the whole tensors in main memory, by name, on the first process; an empty dict on the
-        others. Shards are gathered tensor by tensor, so a device needs room for only one. Raises ProcessesError if
+        others. Shards are gathered one by one, so a device needs room for one tensor. Raises ProcessesError if
         processes hold different tensors."""
         copies: dict[str, Tensor] = {}
         marks: dict[str, int] = {}
@@ -160,8 +159,7 @@ class Replicated:
 
     @staticmethod
     def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
-        """Returns the tensor on the parameter's device, in the parameter's layout: whole, or only this process's
-        part."""
+        """Returns the tensor on the parameter's device, in its layout: whole, or only this process's part."""
         return tensor.to(parameter.device)
 
     @staticmethod
@@ -176,8 +174,8 @@ class Replicated:
 
 class Sharded(Replicated):
     """Sharded data-parallel training (FSDP2): every process holds a part of every tensor; a layer's parts are gathered
-    while it computes. Every forward and backward pass is a collective, so all processes compute equally many packs.
-    torch.distributed.tensor is imported only inside methods, since this import is slow."""
+    while it computes. Every pass is a collective, so all processes compute equally many packs. torch.distributed.tensor
+    is imported only inside methods, since this import is slow."""
 
     _network: Any = None
     """The network as changed by FSDP2: its class is a new one, its parameters are DTensors."""
@@ -187,8 +185,7 @@ class Sharded(Replicated):
         parameters.
 
         `is_autocast`: True to gather layers in bfloat16, which halves the bytes sent. Gradients are still summed in
-        float32, and the optimiser updates float32 shards. The inputs of a layer are not converted; autocast converts
-        the inputs of each matrix product inside it."""
+        float32, and the optimiser updates float32 shards. Autocast converts the inputs of each matrix product."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -207,16 +204,16 @@ class Sharded(Replicated):
         self._network = drafter.network
 
     def pieces(self, chosen: list[Chosen], budget: PackBudget) -> list[Piece]:
-        """Returns this process's packs. All processes return the same number: those with fewer add packs of one block
-        with weight 0."""
+        """Returns this process's packs, equally many in every process: those with fewer add packs of one block with
+        weight 0."""
         world, own = self.ranks.world, super().pieces(chosen, budget)
         most = max(sum(1 for _ in split_into_packs(chosen[rank::world], budget)) for rank in range(world))
         filler = [Piece([(number, anchors_A[:1])], 0.0) for number, anchors_A in chosen[:1]]
         return own + filler * (most - len(own))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Computes the gradients of one pack's loss and adds them to those of the step. Gradients stay whole until the
-        last pack, when they are summed over processes into shards."""
+        """Adds the gradients of one pack's loss to those of the step. They stay whole until the last pack, then they
+        are summed over processes into shards."""
         self._network.set_requires_gradient_sync(is_last)
         loss.backward()
 
@@ -252,14 +249,13 @@ class Sharded(Replicated):
 
 
 def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Replicated:
-    """Returns the object that distributes training over these processes. `way`: sharded, replicated, or auto (equal to
-    replicated). A single process always holds the whole network."""
+    """Returns the object that distributes training over these processes. `way`: sharded, replicated, or auto
+    (replicated). A single process always holds the whole network."""
     return (Sharded if way == "sharded" and ranks.world > 1 else Replicated)(ranks, device)
 
 
 def recompute_layers(layers: Iterable[nn.Module]) -> None:
-    """Turns on gradient checkpointing: only the inputs of each layer are retained, and the backward pass recomputes the
-    rest."""
+    """Turns on gradient checkpointing: only each layer's inputs are retained; the backward pass recomputes the rest."""
     for layer in layers:
         # A layer has no randomness, so no generator state is needed.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,5 +1,4 @@
-"""Distributes work over a Ray cluster with Ray Data: actors hold the target and process batches of prompts or
-documents.
+"""Distributes work over a Ray cluster with Ray Data: actors hold the target and process batches of items.
 
     with connected(where) as ray:
         for result in distributed(ray, where, job, items, at_most=64): ...
@@ -28,8 +27,7 @@ LOCAL = "local"
 BATCHES_PER_WORKER = 4
 """Batches per worker at least, if there is enough work, so that others wait less for a slow worker."""
 MOST_DEATHS = 8
-"""Most restarts of a worker, and retries of a batch; more deaths have a common cause, such as a model that is too
-large."""
+"""Most restarts of a worker, and retries of a batch; more have a common cause, such as a model that is too large."""
 
 Work = Callable[[list[Any]], list[Any]]
 """Processes a batch: items -> results."""
@@ -54,10 +52,10 @@ class Share:
 
     @classmethod
     def of(cls, machines: Sequence[Mapping[str, float]], requested: int | None) -> Share:
-        """Returns the number of workers, and the CPUs and GPUs of each. `requested`: number of workers; None for one
-        per GPU, or one per machine if there are no GPUs. `machines`: for each machine of the cluster, its Ray
-        resources, name -> amount. Machines without the resource CPU are ignored. Raises ConfigError if no machine has
-        CPUs, or if there are GPUs but fewer than requested workers."""
+        """Returns how a cluster is divided among workers. `machines`: each machine's Ray resources, name -> amount;
+        machines without CPU are ignored. `requested`: number of workers; None for one per GPU, or one per machine
+        without GPUs. Raises ConfigError if no machine has CPUs, or if there are GPUs but fewer than requested
+        workers."""
         useful = [machine for machine in machines if machine.get("CPU", 0) > 0]
         if not useful:
             raise ConfigError("the Ray cluster has no machine with processors: start workers (ray start --address ...)")
@@ -72,12 +70,11 @@ class Share:
 
 
 class BatchResult(NamedTuple):
-    """The results of one batch of items; if the worker raised a PacelineError, `error` has it and there are no
-    results."""
+    """The results of one batch of items, or the PacelineError that the worker raised."""
 
     results: list[Any]
     error: tuple[str, str] | None = None
-    """Name and text of a PacelineError."""
+    """Name and text of the error."""
 
 
 class Worker:
@@ -102,8 +99,8 @@ class Worker:
 @contextlib.contextmanager
 def connected(where: RemoteConfig) -> Iterator[ModuleType]:
     """Context manager: connects this process to the Ray cluster at `where.ray`, yields the module `ray`, and
-    disconnects at the end. If the process is already connected, that connection is used, and stays open. Raises
-    ConfigError if Ray is not installed, DownloadError if the cluster cannot be reached."""
+    disconnects at the end. An existing connection is used, and stays open. Raises ConfigError if Ray is not installed,
+    DownloadError if the cluster cannot be reached."""
     with needing(ConfigError, "--ray needs Ray: pip install 'paceline[ray]', here and on every machine of the cluster"):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
         import ray
