@@ -4,8 +4,7 @@
 A block attends to its document's context strictly before its anchor, and to its own draft positions; never to another
 block or document. `SplitAttention` multiplies queries by the shared context once per document, and by their own block
 separately: no copies of the context and no masked products. `SdpaAttention` is one call with a packed mask.
-`FlexAttention` skips masked
-tiles: for GPUs, compiled.
+`FlexAttention` skips masked tiles: for GPUs, compiled.
 
 Positions are absolute. A sliding window applies per query, as in serving; a causal mask hides only later positions of
 the own block.
@@ -32,9 +31,8 @@ from paceline.model.torch.sdpa import working_kernels
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Describes the positions in a pack (a batch of training blocks from several documents): the context positions of
-    all documents, one document after the other, and the positions of the blocks. Blocks are in the same order of
-    documents."""
+    """The positions in a pack (a batch of training blocks from several documents): the context positions of one
+    document after the other, and the blocks, in the same order of documents."""
 
     context_lens: tuple[int, ...]
     """Number of context positions per document."""
@@ -49,8 +47,8 @@ class Layout:
         return self.context_starts or (0,) * len(self.context_lens)
 
     def block_positions(self) -> Tensor:
-        """Returns the positions of the blocks' tokens, [T], block after block; T = number of blocks * block_size. A
-        position counts from the beginning of the token's document."""
+        """Returns the positions of the blocks' tokens in their documents, [T], block after block; T = number of blocks
+        * block_size."""
         anchors = torch.cat(self.anchors)
         return (anchors[:, None] + torch.arange(self.block_size, device=anchors.device)).flatten()
 
@@ -96,9 +94,8 @@ class _PackedAttention(ABC):
 
 
 class SplitAttention(_PackedAttention):
-    """Computes attention in a pack (batch of training blocks) one document at a time. Each query attends to the
-    document's context and to its own block; the scores of both are computed separately, followed by one softmax over
-    both."""
+    """Computes attention in a pack (batch of training blocks) one document at a time. The scores of a query with the
+    document's context and with its own block are computed separately, followed by one softmax over both."""
 
     def _plan(self, window: int | None, is_causal: bool) -> list[Tensor]:
         """Returns an additive mask [A, 1, B, N + B] per document."""
@@ -153,8 +150,8 @@ class SplitAttention(_PackedAttention):
 
 
 class SdpaAttention(_PackedAttention):
-    """Computes attention with one scaled-dot-product call over all contexts and blocks of a pack (batch of training
-    blocks), with a dense mask."""
+    """Computes attention with one scaled-dot-product call over a whole pack (batch of training blocks), with a dense
+    mask."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         """Returns a bool mask [T, N + T]."""
@@ -174,8 +171,8 @@ class SdpaAttention(_PackedAttention):
             return F.scaled_dot_product_attention(query, key, value, attn_mask=plan, enable_gqa=True)
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """Returns the places of the block positions [4, T] and of the keys [3, N + T], contexts first, for
-        `mask_function`."""
+        """Returns the inputs of `mask_function`: the places of the block positions [4, T] and of the keys [3, N + T],
+        contexts first."""
         layout, device = self.layout, self.layout.anchors[0].device
         documents = torch.arange(len(layout.anchors), device=device)
         num_blocks = torch.tensor([len(anchors_A) for anchors_A in layout.anchors], device=device)
@@ -201,8 +198,8 @@ def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bo
     - with `window`, of these only keys fewer than `window` positions away.
 
     slots [4, T]: position, document, block, and anchor of the block, for each of the T queries. keys [3, S]: position,
-    document and block (`CONTEXT` for a context key) of each of the S keys. The mask function's arguments `batch` and
-    `head` have no effect. It can be compiled once and used for all packs (batches of training blocks)."""
+    document and block (`CONTEXT` for a context key) of each of the S keys. The mask function can be compiled once and
+    used for all packs (batches of training blocks); it ignores `batch` and `head`."""
     # Separate tensors: offsets into a common one would become constants of the compiled function.
     position_T, document_T, block_T, anchor_T = (row_T.clone() for row_T in slots)
     position_S, document_S, block_S = (row_S.clone() for row_S in keys)
@@ -234,9 +231,8 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
 
 
 class FlexAttention(SdpaAttention):
-    """Computes attention with PyTorch's FlexAttention over all contexts and blocks of a pack (batch of training
-    blocks); fully masked tiles cost nothing. Queries and keys are padded to whole tiles, so that one compiled kernel
-    serves packs of all sizes."""
+    """Computes attention with PyTorch's FlexAttention over a whole pack (batch of training blocks); fully masked tiles
+    cost nothing. Queries and keys are padded to whole tiles, so that one compiled kernel serves packs of all sizes."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         slots, keys = self._places()
@@ -271,7 +267,7 @@ WAYS: dict[str, type[_PackedAttention]] = {"split": SplitAttention, "sdpa": Sdpa
 
 def make_attention(way: str, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> Attend:
     """Returns the attention implementation for the pack that `layout` describes. `way`: split, sdpa, flex, or auto,
-    which selects flex on a GPU and split on a CPU."""
+    which is flex on a GPU and split on a CPU."""
     if way == "auto":
         way = "flex" if layout.anchors[0].device.type == "cuda" else "split"
     return WAYS[way](config, layout, dtype)

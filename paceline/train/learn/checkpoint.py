@@ -48,7 +48,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """A hash of the network's weights and the optimiser states, in hexadecimal. Processes compare it to check that
+        """Hash of the network's weights and the optimiser states, in hexadecimal. Processes compare it to check that
         they have read the same checkpoint."""
         every = {**self.weights, **{f"optimiser {name}": tensor for name, tensor in self.optimisers.items()}}
         return f"{mark_of_text(repr([(name, mark_of(tensor)) for name, tensor in sorted(every.items())])):x}"
@@ -62,8 +62,8 @@ def save_checkpoint(
     trainer: dict[str, Any],
     keep_last: int = 1,
 ) -> Path:
-    """Writes a checkpoint to the folder `step-N` in `folder`; returns its path. After that, deletes older checkpoints,
-    so that `keep_last` remain, and any with a larger N, which are from another run. `raw`: the drafter's config.json;
+    """Writes a checkpoint to the folder `step-N` in `folder`; returns its path. Then deletes older checkpoints, so that
+    `keep_last` remain, and those with a larger N, which are from another run. `raw`: the drafter's config.json;
     `tensors`: its weights; `optimisers`: the optimiser states; `trainer`: contents of trainer.json. Raises CacheError
     for disk errors; all earlier checkpoints then remain."""
     newest = folder / f"step-{trainer['step']:06d}"
@@ -89,8 +89,7 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def _scratch(final: Path, remedy: str) -> Iterator[Path]:
-    """Yields a scratch folder next to `final`, deleted at the end. Raises CacheError with the remedy for disk
-    errors."""
+    """Yields a scratch folder next to `final`, deleted at the end. Raises CacheError for disk errors."""
     scratch = final.with_name(f".{final.name}")
     try:
         with reraised(CacheError, f"the checkpoint {final} cannot be written", remedy, OSError, SafetensorError):
@@ -101,8 +100,8 @@ def _scratch(final: Path, remedy: str) -> Iterator[Path]:
 
 def save_best(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], figures: dict[str, Any]) -> None:
     """Writes the best weights so far to `folder`/best, in place of earlier ones. `raw`: the drafter's config.json;
-    `tensors`: its weights; `figures`: stored with the weights, such as the step and the acceptance length. Raises
-    CacheError for disk errors."""
+    `figures`: stored with the weights, such as the step and the acceptance length. Raises CacheError for disk
+    errors."""
     best, before = folder / BEST, folder / BEFORE
     with _scratch(best, "free space") as scratch:
         write_checkpoint(scratch, raw, tensors)
@@ -124,8 +123,8 @@ def _finish_rename(folder: Path) -> None:
 
 
 def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Returns (weights, figures) that `save_best` has written to `folder`; None without such weights. Raises CacheError
-    if they cannot be read."""
+    """Returns (weights, figures) that `save_best` has written to `folder`, or None. Raises CacheError if they cannot be
+    read."""
     best = folder / BEST
     with reraised(CacheError, f"{best} cannot be read", "train with --keep last", OSError, ValueError, SafetensorError):
         _finish_rename(folder)
@@ -135,8 +134,8 @@ def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | 
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Returns the checkpoint in `folder` with the largest step; None if there is no checkpoint. Raises CacheError if it
-    is incomplete or cannot be read."""
+    """Returns the checkpoint in `folder` with the largest step, or None. Raises CacheError if it is incomplete or
+    unreadable."""
     newest = max(folder.glob("step-*"), default=None)
     if newest is None:
         return None
@@ -150,9 +149,9 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:
-    """Compares the stored settings `before` of the run in `folder` with its current settings `now`. Raises ConfigError,
-    with a list of the differences, if they differ in settings that a resumed run may not change (all but
-    `FREE_TO_CHANGE`). `or_else`: further advice at the end of the message."""
+    """Compares the stored settings `before` of the run in `folder` with the current settings `now`. Raises ConfigError,
+    with a list of the differences, for settings that a resumed run may not change (all but `FREE_TO_CHANGE`).
+    `or_else`: further advice at the end of the message."""
     changed = {name: pair for name, pair in differences(before, plain(now)).items() if name not in FREE_TO_CHANGE}
     if changed:
         listed = "; ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items())

@@ -1,8 +1,8 @@
 """Creates a new drafter's config and initial weights, or reads those of a drafter to be continued (`--init`).
 
 A new drafter has the target's widths, heads and rotary embedding, with random layers or copies of the target's layers
-(`start="copied"`, train/methods/copied_layers.py), which have already learned to attend. The final norm is scaled so
-that the first loss is about log(vocabulary), not 30.
+(train/methods/copied_layers.py), which have already learned to attend. The final norm is scaled so that the first loss
+is about log(vocabulary), not 30.
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
 
 
 def window_keys(window: int, num_layers: int) -> dict[str, Any]:
-    """Returns the config.json entries (key -> value) of draft layers with a sliding window. A draft position then
-    attends only to positions fewer than `window` away: earlier ones and, inside its own block, also later ones."""
+    """Returns the config.json entries of draft layers with a sliding window. A draft position then attends only to
+    positions fewer than `window` away: earlier ones and, inside its own block, also later ones."""
     layers = ["sliding_attention"] * num_layers
     return {"sliding_window": window, "use_sliding_window": True, "layer_types": layers, "is_causal": False}
 
 
 def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
-    """Returns the config.json entries (key -> value) that a new drafter copies from its target's config `decoder`. The
-    scaling of the rotary embedding is not copied if it depends on the text's length (LongRoPE). It is also not copied
-    if the target rotates only a part of each head: a drafter always rotates whole heads."""
+    """Returns the config.json entries that a new drafter copies from its target's config `decoder`. The scaling of the
+    rotary embedding is not copied if it depends on the text's length (LongRoPE), or if the target rotates only a part
+    of each head: a drafter always rotates whole heads."""
     keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
     scaling = keys["rope_scaling"]
     if scaling and (decoder.rotary_dim or scaling["rope_type"] in ("longrope", "proportional")):
@@ -105,9 +105,9 @@ def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
 
 
 def end_keys(target: Target) -> dict[str, float]:
-    """Returns the config.json entries (key -> value) for the scales and the soft cap that the target applies to its
-    embeddings and logits. A drafter must apply them itself, since they are not part of the embedding matrix and the LM
-    head that it shares with the target."""
+    """Returns the config.json entries for the scales and the soft cap that the target applies to its embeddings and
+    logits. A drafter must apply them itself: they are not part of the embedding matrix and LM head that it shares with
+    the target."""
     ends, keys = target.ends, dict[str, float]()
     if ends.embedding != 1.0:
         keys["input_embedding_scale"] = ends.embedding
@@ -119,10 +119,9 @@ def end_keys(target: Target) -> dict[str, float]:
 
 
 def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
-    """Returns config.json entries (key -> value) for the MLP width and numbers of heads that `shape` gives; sizes that
-    it leaves open are omitted. `keys`: entries copied from the target. If `shape` gives only the number of query heads,
-    that of key-value heads follows from the ratio in `keys`. Raises ConfigError if the number of query heads is not a
-    multiple of that of key-value heads."""
+    """Returns config.json entries for the MLP width and numbers of heads that `shape` gives. `keys`: entries copied
+    from the target. If `shape` gives only the number of query heads, that of key-value heads follows from the ratio in
+    `keys`. Raises ConfigError if the number of query heads is not a multiple of that of key-value heads."""
     sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     group = heads // kv_heads if heads and kv_heads else 1
@@ -149,9 +148,8 @@ def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
 
 def init_folder(init: str | None, target_name: str) -> Path | None:
     """Returns the folder of the drafter from which training continues; None for a new drafter. `init`: value of
-    `--init`, a folder or "default"; "default" is the drafter that ships for the target `target_name`. Raises
-    ConfigError if the drafter does not exist, DownloadError or CacheError if the shipped one is not installed and
-    cannot be downloaded."""
+    `--init`, a folder or "default" for the drafter that ships for `target_name`. Raises ConfigError if the drafter does
+    not exist, DownloadError or CacheError if the shipped one cannot be downloaded."""
     if init is None:
         return None
     if init == "default" and target_name not in shipped.SHIPPED:
@@ -166,9 +164,9 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
 
 
 def embedding_matrix(target: Target, config: DFlashConfig | None = None, own: Vocabulary = ALL_TOKENS) -> Tensor:
-    """Returns a copy of the embedding matrix [V, D] that the drafter reads, for the target's V tokens. If the drafter's
-    width D differs from the target's (`config.has_own_width`), its rows are those of the drafter's own LM head
-    (`own.head_VD`). Otherwise the matrix is the target's."""
+    """Returns a copy of the embedding matrix [V, D] that the drafter reads, for the target's V tokens. It is the
+    target's, unless the drafter has another width (`config.has_own_width`): then its rows are those of the drafter's
+    own LM head, `own.head_VD`."""
     if config is not None and config.has_own_width and own.head_VD is not None:
         rows_V = rows_of_tokens(own.ids, config.mask_token_id, target.vocab_size)
         return own.head_VD[rows_V].to(target.device, target.dtype)
@@ -177,7 +175,7 @@ def embedding_matrix(target: Target, config: DFlashConfig | None = None, own: Vo
 
 def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head_VD: Tensor | None = None) -> Head:
     """Returns the LM head that the drafter uses: the target's, or only its rows `draft_ids` (the draft vocabulary).
-    `head_VD`: weights of the drafter's own head, which replace the target's."""
+    `head_VD`: weights of a head of the drafter's own, which replace the target's."""
     draft_ids = None if draft_ids is None else draft_ids.to(target.device)
     if head_VD is not None:
         weight_VD = head_VD.to(target.device, target.dtype)
@@ -190,10 +188,10 @@ def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head
 def most_frequent(
     number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None], known: Tensor | None = None
 ) -> Tensor | None:
-    """Returns the ids of the `number` most frequent tokens in the answers, ascending, as a drafter's draft vocabulary;
+    """Returns the ids of the `number` most frequent tokens in the answers, ascending, as a draft vocabulary. Returns
     None (all tokens) if `number` is None, 0, or at least the size of the target's vocabulary. `known`: token ids that
-    come first among equally frequent tokens, such as the current draft vocabulary of a drafter in continued training.
-    `say` gets a line with these tokens' share of all tokens in the answers."""
+    come first among equally frequent ones. `say` gets a line with the chosen tokens' share of all tokens in the
+    answers."""
     if not number or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
@@ -231,12 +229,11 @@ def network_for(
     block_size: int | None = None,
     window: int | None = None,
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Returns (config.json, network with float32 weights) of a drafter. If `init` is a folder, they are read from it;
-    `block_size` and `window` (number of positions that draft layers attend to) then replace the stored values, unless
-    they are None. If `init` is None, a new drafter with the sizes `shape` is created; `block_size` and `window` have no
-    effect. `target_name`: the model whose layers a new drafter copies, if `shape.is_copied`. Raises
-    DrafterMismatchError if `init` belongs to another target, ConfigError if training such a drafter is not
-    implemented."""
+    """Returns (config.json, network with float32 weights) of a drafter. If `init` is a folder, they are read from it,
+    and `block_size` and `window` (positions that draft layers attend to) replace the stored values, unless None. If
+    `init` is None, a new drafter with the sizes `shape` is created; `block_size` and `window` have no effect.
+    `target_name`: the model whose layers a new drafter copies, if `shape.is_copied`. Raises DrafterMismatchError if
+    `init` belongs to another target, ConfigError if training such a drafter is not implemented."""
     if init is not None:
         stored = read_stored(init)
         config, tensors = stored.config, stored.tensors
@@ -281,8 +278,8 @@ def _extended(
 
 
 class FirstNorm(NamedTuple):
-    """Parameters of a new drafter's final norm (before the LM head), whose weight sets the scale of the logits at the
-    first step: `scale_first_logits` adjusts it."""
+    """Final norm of a new drafter, before the LM head. Its weight sets the scale of the logits at the first step, which
+    `scale_first_logits` adjusts."""
 
     weight: Tensor
     offset: float = 0.0
@@ -293,10 +290,10 @@ class FirstNorm(NamedTuple):
 def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
     """Scales the weight of `norm` so that the first loss is near log(vocabulary); returns the factor.
 
-    hidden_TD [T, D]: hidden states of the T draft positions of the first blocks; `slots`: labels of these positions;
-    `head`: the LM head. At first, the factor is the one that gives the logits a standard deviation of about one. If the
-    loss is then above log(vocabulary) + `FIRST_LOSS_MARGIN`, the factor is reduced until the loss meets this limit, by
-    bisection. (This happens if the drafter predicts nearly the same wrong tokens everywhere.)"""
+    hidden_TD [T, D]: hidden states of the T draft positions of the first blocks; `slots`: their labels; `head`: the LM
+    head. The factor gives the logits a standard deviation of about one. If the loss is then above log(vocabulary) +
+    `FIRST_LOSS_MARGIN`, since the drafter predicts nearly the same wrong tokens everywhere, bisection reduces the
+    factor until the loss meets this limit."""
     rows_T, reached_T = head.local(slots.labels_AK.flatten())
     is_learned_T = slots.valid_AK.flatten() & reached_T
     hidden_TD, labels_T = hidden_TD[is_learned_T][:MEASURED_SLOTS], rows_T[is_learned_T][:MEASURED_SLOTS]

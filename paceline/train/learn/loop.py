@@ -45,8 +45,7 @@ NOT_SHARDABLE = (DFlash2Trainable, DSparkTrainable, Eagle3Trainable, MtpTrainabl
 REGRESSION = 0.97
 """An out-of-distribution eal (expected acceptance length) below this share of its maximum is a regression."""
 EQUAL_RATIO = 0.97
-"""Above this ratio, two served acceptance lengths count as equal (noise), and the expected ones are compared
-instead."""
+"""Served acceptance lengths with a ratio above this count as equal (noise); then the expected ones are compared."""
 
 
 @dataclass(slots=True)
@@ -126,14 +125,13 @@ class Trainer:
 
     @property
     def share_done(self) -> float:
-        """Completed share of the run, 0 to 1: steps done / all steps, or minutes used / allowed minutes if that is
-        larger."""
+        """Completed share of the run, 0 to 1: of the steps, or of the allowed minutes if that is larger."""
         by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self) -> bool:
-        """Loads the latest checkpoint and returns True; returns False without a checkpoint. Raises ConfigError if the
-        run's settings differ from the checkpoint's, ProcessesError if processes read different checkpoints."""
+        """Loads the latest checkpoint and returns True; returns False without one. Raises ConfigError if the run's
+        settings differ from the checkpoint's, ProcessesError if processes read different checkpoints."""
         checkpoint = latest_checkpoint(self.folder)
         self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
         if checkpoint is None:
@@ -154,11 +152,13 @@ class Trainer:
         notice: Callable[[str], None] = ignore,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Trains until the end and writes checkpoints; returns False if stopped earlier, else True. `on_step` is called
-        after each step with its line for metrics.jsonl; if the step ended with an evaluation, the line has the results
-        on `heldout` and `ood` (out-of-distribution) documents. `notice` gets warnings. `should_stop` is called after
-        every step; if it returns True in one process, all save a checkpoint and return. Raises TrainingError for a loss
-        that is not finite, ProcessesError if processes differ in initial state or weights."""
+        """Trains until the end and writes checkpoints; returns False if stopped earlier, else True. Raises
+        TrainingError for a loss that is not finite, ProcessesError if processes differ in initial state or weights.
+        - `on_step`: called after each step with its line for metrics.jsonl, which includes the results on `heldout` and
+          `ood` (out-of-distribution) documents if the step ended with an evaluation.
+        - `notice`: gets warnings.
+        - `should_stop`: called after every step; if it returns True in one process, all save a checkpoint and
+          return."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved = time.monotonic()
         while self.share_done < 1.0:
@@ -181,8 +181,8 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Writes a checkpoint; every process must call it, and the first one writes. Raises CacheError for disk errors;
-        the previous checkpoint is retained."""
+        """Writes a checkpoint. Every process must call it; the first one writes. Raises CacheError for disk errors; the
+        previous checkpoint is retained."""
         if not self.state.step:
             return
         # Every process must call these; only the first one gets the tensors.
@@ -212,7 +212,6 @@ class Trainer:
         return f"{mark:08x}"
 
     def _step(self) -> dict[str, Any]:
-        """Takes one optimiser step; returns its figures."""
         began, state, config = time.perf_counter(), self.state, self.config
         chosen, num_slots, after = self.planner.step(state.place)
         head = self._step_head(chosen)
@@ -251,9 +250,9 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Computes loss and gradients of this process's share of a step, and adds the gradients to the weights' `grad`;
-        returns (loss, metrics) of that share. `chosen`: blocks of the whole step, all processes together. `num_slots`:
-        their number of draft positions, by which the loss is divided. `head`: LM head."""
+        """Adds the gradients of this process's share of a step to the weights' `grad`; returns (loss, metrics) of that
+        share. `chosen`: blocks of the whole step, for all processes. `num_slots`: their number of draft positions, by
+        which the loss is divided. `head`: LM head."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
@@ -269,7 +268,7 @@ class Trainer:
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of one pack (batch of training blocks), with the LM head `head`. The loss is the
         pack's sum divided by `num_slots`, the number of draft positions in the whole step. With `is_measured` False,
-        metrics are not computed and are zero."""
+        metrics are zero."""
         if isinstance(self.drafter, Eagle3Trainable):
             inputs = pack, self.embedding_VD, head, self.config.loss, num_slots
             return self.drafter.loss(*inputs, is_autocast=self.config.autocast, is_measured=is_measured)
@@ -290,17 +289,16 @@ class Trainer:
 
     @torch.no_grad()
     def first_slots(self) -> tuple[Tensor, Slots]:
-        """Returns (hidden states [A * K, D], labels) of the first training document's A blocks of K draft positions
-        each: the inputs of `scale_first_logits`."""
+        """Returns the inputs of `scale_first_logits`: (hidden states [A * K, D], labels) of the first training
+        document's A blocks of K draft positions each."""
         chosen, _, _ = self.planner.step(Place())
         pack = self.packer.pack(chosen[:1])
         return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
 
     @torch.no_grad()
     def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
-        """Evaluates the drafter on `documents`, teacher-forced. Returns averages over them, such as "loss", "accuracy"
-        and "eal" (expected acceptance length); `SlotMetrics.rates` lists all. All processes must call it; they share
-        the work."""
+        """Evaluates the drafter on `documents`, teacher-forced. Returns averages such as "loss" and "eal" (expected
+        acceptance length); `SlotMetrics.rates` lists all. All processes must call it; they share the work."""
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
@@ -323,8 +321,8 @@ class Trainer:
         return figures
 
     def _keep_best(self, figures: dict[str, Any], is_last: bool) -> None:
-        """Saves the weights if they are the best so far on held-out documents and no regression on others: by the
-        served acceptance length if prompts are served, else (`keep` best) by the expected one."""
+        """Saves the weights if they are the best so far on held-out documents and no regression on others. The served
+        acceptance length decides if prompts are served, else (`keep` best) the expected one."""
         eal = figures.get("heldout", {}).get("eal")
         is_wanted = self.config.keep == "best" or self.served is not None
         if not is_wanted or eal is None or (eal <= self.state.best_eal and not is_last):
@@ -375,7 +373,6 @@ class Trainer:
         return self.vocabulary.head(labels, generator, self.head.scale, self.head.cap)
 
     def _summed(self, loss: float, metrics: SlotMetrics) -> tuple[float, SlotMetrics]:
-        """Sums loss and metrics over all processes."""
         sums = self.parallel.sum(torch.cat([torch.tensor([loss], dtype=torch.float64), metrics.flat]))
         return float(sums[0]), SlotMetrics(sums[1:])
 
@@ -392,8 +389,8 @@ class Trainer:
         )
 
     def flops_per_block(self, head: Head) -> float:
-        """Returns the FLOPs of training on one block with LM head `head`, forward and backward; attention (about 3%) is
-        left out."""
+        """Returns the FLOPs of training on one block with LM head `head`, forward and backward, without attention
+        (about 3%)."""
         tensors, size = [each for layer in self.drafter.layers for each in layer.parameters()], self.drafter.block_size
         frozen = 4.0 if self.config.learn == "low-rank" else 2.0  # gradients of the inputs, or none
         layers = sum((6.0 if each.requires_grad else frozen) * each.numel() for each in tensors if each.ndim == 2)
@@ -402,8 +399,8 @@ class Trainer:
 
 def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
     """Returns the entropy, in nats per token, of tokens with counts counts_V [V]: the loss of a drafter that knows only
-    token frequencies. `drafted`: ids of the draft vocabulary; None for all tokens. Tokens outside the draft vocabulary
-    count in the average with a loss of 0 nats."""
+    token frequencies. `drafted`: ids of the draft vocabulary; None for all tokens. Tokens outside it count in the
+    average with 0 nats."""
     total = counts_V.sum()
     counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]

@@ -1,5 +1,4 @@
-"""The losses of a drafter, by name, computed over the target's head in chunks. A slot is a
-draft position of a block.
+"""The losses of a drafter, by name, computed over the target's head in chunks. A slot is a draft position of a block.
 
     ce        cross entropy with the target's token, weight exp(-(k-1)/gamma)       DFlash, arXiv 2602.06036, 4.3
     d-pace    cross entropy weighted by the chance that earlier slots are accepted  arXiv 2605.18810
@@ -36,7 +35,7 @@ EPS = 1e-6
 @dataclass(frozen=True, slots=True)
 class Slots:
     """Labels (token ids) of the A blocks of a pack (batch). Each block has K = block_size - 1 slots (draft positions);
-    its anchor has no label."""
+    its anchor, the token before them, has no label."""
 
     labels_AK: Tensor
     """The target's token at each slot; arbitrary where `valid_AK` is False."""
@@ -78,13 +77,13 @@ class Head:
         return logits_RV if self.offset_V is None else logits_RV.add_(self.offset_V)
 
     def target_logits(self, final_RD: Tensor) -> Tensor:
-        """Returns the target's own logits [R, V] for the head's V tokens at R positions. `final_RD` [R, D]: the
-        target's final hidden states at these positions."""
+        """Returns the target's own logits [R, V] for the head's V tokens. `final_RD` [R, D]: the target's final hidden
+        states at R positions."""
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (rows, is_known), both of the shape of the token ids `labels`: each token's row in `weight_VD`, and
-        whether the head has the token. If it does not, the row is arbitrary."""
+        """Returns (rows, is_known) of the shape of the token ids `labels`: each token's row in `weight_VD`, and whether
+        the head has the token. If it does not, the row is arbitrary."""
         if self.columns is None:
             return labels, torch.ones_like(labels, dtype=torch.bool)
         rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)
@@ -93,8 +92,8 @@ class Head:
 
 @dataclass(slots=True)
 class SlotMetrics:
-    """Sums over blocks: the loss, and for each slot (draft position of a block) the numbers of correct drafts. Sums of
-    packs and processes are added; `rates` turns them into averages."""
+    """Sums over blocks: the loss, and for each slot (draft position of a block) the numbers of correct drafts. Packs
+    and processes are added; `rates` returns averages."""
 
     flat: Tensor
     """The sums as one vector [3 + 8 K]: the loss, then `sums_4K`, `selector_2` and `selector_4K`."""
@@ -105,11 +104,11 @@ class SlotMetrics:
 
     @property
     def sums_4K(self) -> Tensor:
-        """Four counts of blocks, [4, K], one for each of the K slots (draft positions).
+        """Numbers of blocks, [4, K], for each of the K slots (draft positions).
         - (1) The slot is inside the document.
-        - (2) The target's token at this slot is the drafter's most probable token.
-        - (3) The target's token at this slot is one of the drafter's 16 most probable ones.
-        - (4) At this and all earlier slots, the target's token is the drafter's most probable one."""
+        - (2) The target's token is the drafter's most probable one.
+        - (3) The target's token is one of the drafter's 16 most probable ones.
+        - (4) As (2), at this and all earlier slots."""
         return self.flat[1 : 1 + 4 * self._num_slots].unflatten(0, (4, -1))
 
     @property
@@ -120,12 +119,11 @@ class SlotMetrics:
 
     @property
     def selector_4K(self) -> Tensor:
-        """Four counts of blocks, [4, K], one for each of the K slots (draft positions). Only blocks are counted whose
-        candidates a selector has scored.
+        """Numbers of blocks whose candidates a selector has scored, [4, K], for each of the K slots (draft positions).
         - (1) The slot is inside the document.
         - (2) At this and all earlier slots, the most probable candidate is the target's token.
         - (3) At this slot, the selector chooses the target's token.
-        - (4) At this and all earlier slots, the selector chooses the target's token."""
+        - (4) As (3), at this and all earlier slots."""
         return self.flat[3 + 4 * self._num_slots :].unflatten(0, (4, -1))
 
     @property
@@ -139,8 +137,8 @@ class SlotMetrics:
           top 16;
         - "eal": expected acceptance length, 1 + sum over k of P(slots 1 to k all right).
 
-        With a selector, "eal" is that of the selector's choices, and there are also "base_eal" (that of the most
-        probable tokens), "selector_lift" (the difference) and "selector_loss" (mean loss of the selector)."""
+        With a selector, "eal" is that of its choices; "base_eal" is that of the most probable tokens, "selector_lift"
+        the difference, and "selector_loss" the selector's mean loss."""
         counts_K, top1_K, top16_K, prefix_K = self.sums_4K
         counts_K = counts_K.clamp(min=1)
         eal = 1.0 + float((prefix_K / counts_K).sum())
@@ -167,10 +165,10 @@ def head_loss(
     pass from the loss gives the gradient of `hidden_TD`.
 
     hidden_TD [A * K, D]: normed hidden states of the slots (K draft positions of each of A blocks), block after block,
-    from which the LM head `head` computes the logits. The loss is a scalar: the weighted sum over valid slots (those
-    inside the document), divided by `num_slots`, the number of valid slots in the whole step. So the losses of all
-    packs and processes add up to the step's loss. Metrics cover all blocks in an evaluation (without gradients), and
-    only the pack's first blocks in training, to save time. With `is_measured` False they are zero."""
+    from which the LM head `head` computes the logits. The loss is the weighted sum over slots inside the document,
+    divided by `num_slots`, the number of these in the whole step: losses of packs and processes add up to the step's.
+    Metrics cover all blocks in an evaluation (without gradients), and only the first ones in training, to save time.
+    With `is_measured` False they are zero."""
     grad_TD = torch.empty_like(hidden_TD) if hidden_TD.requires_grad else None
     total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
     per_block = slots.labels_AK.shape[1]
@@ -233,8 +231,8 @@ def _cross_entropy(
 
 
 def softmax_over(logits_RV: Tensor) -> Tensor:
-    """Returns the softmax of each row of logits. On a CPU the result overwrites `logits_RV`, since allocating memory
-    for it would take longer than computing it."""
+    """Returns the softmax of each row of logits. On a CPU it overwrites `logits_RV`, since allocating memory takes
+    longer than computing it."""
     if logits_RV.device.type != "cpu":
         return logits_RV.softmax(-1)
     for rows_RV in logits_RV.split(SOFTMAX_ROWS):
@@ -264,9 +262,9 @@ def slot_losses(
     logits_RV: Tensor, label_R1: Tensor, slots: Slots, head: Head, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
     """Returns (cross entropy, loss), [A, K] each, for the K slots (draft positions) of A blocks; differentiable. The
-    loss is the one that `config` selects: the cross entropy, or a distance to the target's probabilities. It is not yet
-    multiplied by `slot_weights`. logits_RV: one row for each of the R = A * K slots. label_R1: column of the target's
-    token in each row."""
+    loss is that of `config`: the cross entropy, or a distance to the target's probabilities, not yet multiplied by
+    `slot_weights`. logits_RV: one row for each of the R = A * K slots. label_R1: column of the target's token in each
+    row."""
     log_probs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     ce_AK = -log_probs_RV.gather(1, label_R1).view(slots.labels_AK.shape)
     if not config.needs_target_probs:
@@ -292,8 +290,8 @@ def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
 
 
 def slot_weights(config: LossConfig, loss_AK: Tensor, valid_AK: Tensor) -> Tensor:
-    """Returns the weight [A, K] of each slot (draft position) in the loss, zero where the slot is after the document's
-    end. `loss_AK`: cross entropy CE of each slot, detached.
+    """Returns the weight [A, K] of each slot (draft position) in the loss, zero after the document's end. `loss_AK`:
+    cross entropy CE of each slot, detached.
 
     For the loss d-pace, slot k has the weight sum_{j >= k} s_1 ... s_j / K, where s_i = (1 - alpha) exp(-CE_i) + alpha.
     For other losses, slot k has the weight exp(-(k - 1) / gamma)."""
@@ -317,11 +315,11 @@ def default_gamma(block_size: int) -> float:
 
 def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
     """Counts, for each of the K slots (draft positions), in how many blocks the drafter is right. Returns a SlotMetrics
-    whose `sums_4K` has these counts; its other sums are zero.
+    with these counts in `sums_4K`; its other sums are zero.
 
     logits_RV: one row per slot, R = A * K for A blocks. label_R1: column of the target's token in each row. valid_AK:
-    True for slots inside the document. Of tokens with equal logits, which are frequent in bfloat16, only one counts as
-    the most probable."""
+    True for slots inside the document. Of tokens with equal logits, frequent in bfloat16, one counts as the most
+    probable."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
     top1_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     top16_AK = (rank_AK < NUM_RECALLED) & valid_AK
@@ -332,16 +330,15 @@ def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetric
 
 
 def _count(mask_RV: Tensor) -> Tensor:
-    """Returns the number of set elements per row; on CPU row by row, since `sum` would convert every bit to eight
-    bytes."""
+    """Returns the number of set elements per row; on CPU row by row, since `sum` converts every bit to eight bytes."""
     if mask_RV.device.type != "cpu":
         return mask_RV.sum(-1)
     return torch.tensor([np.count_nonzero(row_V) for row_V in mask_RV.numpy()])
 
 
 class LossVocabulary:
-    """Selects the part of the vocabulary over which a training step's cross entropies are computed: the most frequent
-    tokens, the step's labels, and a random sample of the other tokens."""
+    """Selects the tokens over which a training step's cross entropies are computed: the most frequent ones, the step's
+    labels, and a random sample of the others."""
 
     SHARE_SAMPLED = 0.25
 
@@ -353,9 +350,9 @@ class LossVocabulary:
         self._rest = order_V[size - self._num_sampled :]
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
-        """Returns an LM head with only the rows of the tokens that are selected for one step, which include all
-        `labels` (token ids). `generator`: source of the random sample. `scale` multiplies the logits; `cap` above 0 is
-        their soft cap."""
+        """Returns an LM head with only the rows of the tokens selected for one step, which include all `labels` (token
+        ids). `generator`: source of the random sample. `scale` multiplies the logits; `cap` above 0 is their soft
+        cap."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]
         certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))

@@ -56,16 +56,15 @@ class Optimisers:
         return self._lr * lr_share
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) of all optimiser states; a name is OPTIMISER.PARAMETER.KEY, with the numbers of
-        optimiser and parameter, such as "0.3.exp_avg". The states exist after the first step."""
+        """Yields (name, tensor) of all optimiser states, such as "0.3.exp_avg": OPTIMISER.PARAMETER.KEY, with the
+        numbers of optimiser and parameter. The states exist after the first step."""
         for number, optimiser in enumerate(self.every):
             for index, state in optimiser.state_dict()["state"].items():
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
 
     def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Restores stored optimiser states (name -> tensor, as from `states`) in the dtype of their parameters.
-        `laid_out(parameter, state)`: returns the part of a whole state tensor that this process holds. Step counts are
-        placed on the device on which the optimiser needs them."""
+        """Restores optimiser states (name -> tensor, as from `states`) in the dtype of their parameters.
+        `laid_out(parameter, state)`: returns the part of a whole state tensor that this process holds."""
         slots = [[(weight, group) for group in one.param_groups for weight in group["params"]] for one in self.every]
         for name, tensor in stored.items():
             number, index, key = name.split(".")
@@ -83,8 +82,7 @@ def _count(parameter: Tensor, steps: Tensor, group: dict[str, Any]) -> Tensor:
 
 def learning_rate_share(progress: float) -> float:
     """Returns the learning rate as a share of its peak. `progress`: completed share of the run, 0 to 1. The rate rises
-    linearly during the first 4% of the run (`WARM_UP_SHARE`), then follows a cosine down to 5% of the peak
-    (`LAST_SHARE`)."""
+    linearly during the first 4% (`WARM_UP_SHARE`), then follows a cosine down to 5% of the peak (`LAST_SHARE`)."""
     if progress < WARM_UP_SHARE:
         return max(0.01, progress / WARM_UP_SHARE)
     along = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))

@@ -2,7 +2,7 @@
 anchor (a token of the text) and the draft positions after it.
 
 Linear layers process all positions of a pack together; attention separates documents. The training loop handles only
-documents, anchors and labels, so it trains any drafting method (DFlash 2, EAGLE-3) that has a `Trainable`.
+documents, anchors and labels, so it trains any drafting method that has a `Trainable`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Pack:
     anchors_A: Tensor
     """Token ids of the anchors."""
     taps_NF: Tensor
-    """Features (hidden states of the tapped target layers) of the N context positions: each document's positions before
-    its last anchor in this pack."""
+    """Hidden states of some target layers at the N context positions: each document's positions before its last anchor
+    in this pack."""
     slots: Slots
     behind_N: Tensor
     """Token id after each context position, for drafters that also read embeddings."""
@@ -55,8 +55,8 @@ class Pack:
 
     @property
     def before_AK(self) -> Tensor:
-        """Token id before each draft position, [A, K]: the anchor, then the target's tokens; after the document's end,
-        0."""
+        """Token id before each draft position, [A, K]: the anchor, then the target's tokens; 0 after the document's
+        end."""
         tokens_AK = torch.where(self.slots.valid_AK, self.slots.labels_AK, 0).long()
         return torch.cat([self.anchors_A[:, None].to(tokens_AK), tokens_AK[:, :-1]], dim=1)
 
@@ -69,7 +69,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Assembles packs (batches of blocks) from documents and the target's hidden states (features) for them."""
+    """Assembles packs (batches of blocks) from documents and the target's hidden states for them."""
 
     block_size: int
     documents: Sequence[Document]
@@ -108,9 +108,9 @@ class Packer:
 
 
 def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
-    """Returns the context of blocks that begin at these anchors: the positions in the document that the blocks attend
-    to, all before the last anchor. `window`: largest sliding window of the network's layers, in positions; None if a
-    layer attends to all positions."""
+    """Returns the context of blocks at these anchors: the positions in the document that the blocks attend to, before
+    the last anchor. `window`: largest sliding window of the network's layers, in positions; None if a layer attends to
+    all."""
     return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
 
 
@@ -128,8 +128,8 @@ class PackBudget:
     """Largest sliding window of the network's layers, in positions; None if a layer attends to all."""
 
     def size(self, anchors_A: NDArray[np.int64]) -> int:
-        """Returns the number of positions that one document takes in a pack: those of its context, and those of the
-        blocks that begin at `anchors_A` (positions in the document)."""
+        """Returns the number of positions that one document takes in a pack: its context, and the blocks at `anchors_A`
+        (positions in the document)."""
         return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
 
     def pieces(self, chosen: Chosen) -> Iterator[Chosen]:
@@ -152,9 +152,8 @@ class PackBudget:
 
 
 def split_into_packs(chosen: list[Chosen], budget: PackBudget) -> Iterator[list[Chosen]]:
-    """Groups blocks into packs (batches) within `budget`; yields each pack's blocks. Blocks are given and yielded as
-    (document number, positions of their anchors). A document's blocks stay together, unless they take too many
-    positions for one pack; then they are split over several."""
+    """Groups blocks into packs (batches) within `budget`; yields each pack's blocks. Blocks are (document number,
+    positions of their anchors). A document's blocks stay together, unless they take too many positions for one pack."""
     group: list[Chosen] = []
     num_blocks = num_tokens = 0
     for document in chosen:
@@ -171,8 +170,8 @@ def split_into_packs(chosen: list[Chosen], budget: PackBudget) -> Iterator[list[
 
 
 def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
-    """Returns (document number, positions of its anchors) for every document: up to `number` evenly spread anchors
-    (positions where a block of drafts begins), the same in every call."""
+    """Returns (document number, positions of its anchors) for every document: up to `number` evenly spread anchors, the
+    same in every call."""
     return [
         (index, np.unique(np.linspace(document.answer_start, len(document) - 2, number).astype(np.int64)))
         for index, document in enumerate(documents)
@@ -193,7 +192,7 @@ class Trainable(Protocol):
     separately."""
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns hidden states [A * K, D] (A blocks, K draft positions each) from which the target's head predicts the
+        """Returns hidden states [A * K, D] (A blocks, K draft positions each) from which the LM head predicts the
         tokens at the draft positions; differentiable. embedding_VD [V, D]: the target's embedding matrix, in float32 or
         a 16-bit dtype. With `is_autocast`, matrix products are computed in bfloat16."""
         ...
@@ -201,7 +200,7 @@ class Trainable(Protocol):
 
 class DFlashTrainable(Trainable):
     """Trains DFlash. A block is [anchor, MASK, MASK, ...]; each layer reads the context as keys and values computed
-    from the taps (hidden states of some target layers)."""
+    from hidden states of some target layers."""
 
     def __init__(self, network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> None:
         self.network, self.raw, self.layers = network, raw, network.layers
@@ -210,7 +209,7 @@ class DFlashTrainable(Trainable):
 
     @property
     def context_window(self) -> int | None:
-        """Largest sliding window of the layers, in positions; None if a layer attends to all positions."""
+        """Largest sliding window of the layers, in positions; None if a layer attends to all."""
         shape = self._config.shape
         windows = [shape.window(index) for index in range(shape.num_layers)]
         return None if None in windows else max(window for window in windows if window is not None)
@@ -222,8 +221,8 @@ class DFlashTrainable(Trainable):
         return self.hidden_of(tokens_AB, pack, embedding_VD, is_autocast)
 
     def hidden_of(self, tokens_AB: Tensor, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns the same hidden states as `hidden`, but for other input tokens than anchor and MASK tokens: tokens_AB
-        [A, B], for A blocks of B = block_size tokens."""
+        """Returns the hidden states of `hidden` for other input tokens: tokens_AB [A, B], for A blocks of B =
+        block_size tokens."""
         config = self._config
         embedded_TD = F.embedding(tokens_AB.flatten(), embedding_VD).float() * config.input_embedding_scale
         dtype = torch.bfloat16 if is_autocast else torch.float32
@@ -236,8 +235,8 @@ class DFlashTrainable(Trainable):
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
         """Returns bool [A, K] (A blocks, K draft positions each): True where the drafter's most probable token is the
-        target's. Positions after the document's end are False. hidden_TD [A * K, D]: result of `hidden` for the same
-        pack; `head`: the LM head; `embedding_VD`: not used here, only by a subclass with a selector."""
+        target's; False after the document's end. hidden_TD [A * K, D]: result of `hidden` for the same pack; `head`:
+        the LM head; `embedding_VD`: used only by subclasses."""
         rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
         right_R = (head.logits(hidden_TD).argmax(-1) == rows_R) & reached_R
         return right_R.view(pack.slots.valid_AK.shape) & pack.slots.valid_AK

@@ -29,10 +29,12 @@ SAME = 1e-3
 
 
 def restrict(network: nn.Module, config: LoopConfig) -> None:
-    """Selects the weights of a drafter that training changes, by `config.learn`. "all": all of them; nothing is done.
-    "last-layer": the last layer and the final norm; all others are frozen. "low-rank": all are frozen, and each
-    projection gets trainable factors A and B, whose product is added to its weight. Raises ConfigError if the rank is
-    not below the sizes of a projection."""
+    """Selects the weights of a drafter that training changes, by `config.learn`:
+    - "all": all of them;
+    - "last-layer": the last layer and the final norm;
+    - "low-rank": only factors A and B that are added to each projection; their product is added to its weight.
+
+    Raises ConfigError if the rank is not below the sizes of a projection."""
     if config.learn == "all":
         return
     assert isinstance(network, DFlashNetwork), "`check_part` refuses the others"
@@ -76,9 +78,9 @@ def factors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def restore_factors(network: nn.Module, checkpoint: Checkpoint) -> None:
-    """Moves the low-rank factors from a checkpoint, where they are stored in `checkpoint.optimisers`, into the network.
-    The network must have the weights of the drafter in --init. Raises ConfigError if its weights, with the factors
-    added, differ from the checkpoint's: then --init names another drafter than at the run's start."""
+    """Moves the low-rank factors from `checkpoint.optimisers` into the network, which must have the weights of the
+    drafter in --init. Raises ConfigError if its weights, with the factors added, differ from the checkpoint's: then
+    --init names another drafter than at the run's start."""
     for name, weight in factors(network):
         weight.copy_(checkpoint.optimisers.pop(name))
     for name, weight in network.state_dict().items():
