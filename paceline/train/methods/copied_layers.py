@@ -5,9 +5,10 @@ head. If the target has no such norms (Llama, Qwen2), the norm's weight is set t
 that attention scores have about the same size. If the target has biases of queries, keys and values only (Qwen2), the
 output's bias is set to zero, since `attention_bias` of a Qwen3 config means all four.
 
-The context enters a draft layer as keys and values of `hidden_norm(fc(taps))`, without the layer's own input norm. So
-`hidden_norm` is initialised as the mean of the copied input norms, and `fc` as the mean of the taps, each scaled to the
-same size (`fuse_taps`), since late layers of a language model are much larger than early ones.
+The context enters a draft layer as keys and values of `hidden_norm(fc(taps))`, without the layer's own input norm.
+(Taps are hidden states of some target layers.) So `hidden_norm` is initialised as the mean of the copied input norms,
+and `fc` as the mean of the taps, each scaled to the same size (`fuse_taps`), since late layers are much larger than
+early ones.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ REMEDY = "start from random layers (--first-layers random)"
 def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], target: Any) -> None:
     """Fills the draft layers with copies of target layers, evenly spread over the target's depth.
 
-    `tensors`: (Hugging Face name, tensor) pairs of the target. `target`: its DecoderConfig; None for a model that
-    Transformers runs. Without a DecoderConfig, the target must have as many heads as the drafter, of the same
-    `head_dim`. Parts that a target layer does not have stay random, such as the MLP if the layer has experts. Raises
-    ConfigError if the target's layers cannot be copied."""
+    `tensors`: (Hugging Face name, tensor) pairs of the target. `target`: its DecoderConfig, or None for a model that
+    Transformers runs; such a target must have as many heads as the drafter, of the same `head_dim`. Parts that a target
+    layer does not have stay random, such as the MLP if the layer has experts. Raises ConfigError if the target's layers
+    cannot be copied."""
     shape, num_layers = network.config.shape, network.config.num_target_layers
     if num_layers is None:
         raise ConfigError(f"the drafter's config does not say how many layers its target has: {REMEDY}")
@@ -68,9 +69,9 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
 
 @torch.no_grad()
 def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
-    """Initialises `fc` (the projection of the taps, hidden states of some target layers). It first divides each tap by
-    the tap's own root mean square; its output is the average of the results, plus a little noise. Call it before
-    `train_in_scaled_units`. scale_F [F]: the inverse of each feature's root mean square, from `measure_scale`."""
+    """Initialises `fc`, the projection of hidden states of some target layers (taps). Its output is the average of the
+    taps, each divided by its own root mean square, plus a little noise. Call it before `train_in_scaled_units`. scale_F
+    [F]: the inverse of each feature's root mean square, from `measure_scale`."""
     size = network.config.shape.hidden_size
     scale_F = scale_F.to(network.fc.weight)
     scale_LD = scale_F.unflatten(0, (-1, size))
@@ -140,10 +141,10 @@ def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
 
 @torch.no_grad()
 def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
-    """Returns the typical magnitude of the outputs of a query or key projection for a normed input. It is the initial
-    weight of a draft layer's norm of these outputs, if the target has no such norm to copy. `projection`: linear layer
-    with heads of `head_dim` outputs each; `norm_D`: weight of the norm before it. The magnitude is the geometric mean
-    over the heads of their root mean squares, so that a single head with very large biases has little effect."""
+    """Returns the typical magnitude of the outputs of a query or key projection for a normed input. It initialises the
+    weight of a draft layer's norm of these outputs. `projection`: linear layer with heads of `head_dim` outputs each;
+    `norm_D`: weight of the norm before it. The magnitude is the geometric mean of the heads' root mean squares, so a
+    single head with very large biases has little effect."""
     square_X = (projection.weight * norm_D).square().sum(1)
     if projection.bias is not None:
         square_X = square_X + projection.bias.square()
@@ -151,10 +152,9 @@ def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
 
 
 def settle_units(network: DFlashNetwork, scale_F: Tensor, mean_F: Tensor, *, is_new: bool, is_copied: bool) -> None:
-    """Makes `fc` (the projection of the taps, hidden states of some target layers) train on scaled features. Also
-    initialises the `fc` of a new drafter (`is_new`): its output is the average of the normalised taps if the drafter's
-    layers are copies of the target's (`is_copied`), otherwise random and zero for the input mean_F. scale_F, mean_F
-    [F]: results of `measure_scale`."""
+    """Makes `fc`, the projection of hidden states of some target layers, train on scaled features. In a new drafter
+    (`is_new`), it is initialised first: by `fuse_taps` if the layers are copies of the target's (`is_copied`),
+    otherwise by `begin_without_mean`. scale_F, mean_F [F]: results of `measure_scale`."""
     if is_new and is_copied:
         fuse_taps(network, scale_F)
     train_in_scaled_units(network, scale_F)

@@ -1,11 +1,10 @@
-"""Training of a DSpark drafter: its body and Markov head learn together, and its confidence head whether their drafts
-are accepted.
+"""Training of a DSpark drafter: its body and Markov head learn to draft, its confidence head whether drafts are
+accepted.
 
 The loss of a draft position is one of train/learn/losses.py, of logits with the Markov head's correction for the
 target's previous token. The confidence's loss is the binary cross entropy with the chance that the draft is accepted:
 the overlap of both distributions over the head's tokens if the loss has the target's distribution, else whether the
-most probable token is the target's. It is weighted like the other; its inputs are detached, so that body and Markov
-head learn to draft.
+most probable token is the target's. It is weighted like the other; its inputs are detached.
 
 The logits of a few blocks are computed at a time, and computed again in the backward pass.
 """
@@ -28,8 +27,8 @@ NEVER = 30.0
 
 
 class DSparkTrainable(DFlashTrainable):
-    """Trains DSpark: a DFlash network with a Markov head, which adds logits that depend on the previous token, and a
-    confidence head, which predicts the probability that a draft is accepted."""
+    """Trains DSpark: DFlash with a Markov head, which adds logits that depend on the previous token, and a confidence
+    head, which predicts the probability that a draft is accepted."""
 
     network: DSparkNetwork
 
@@ -45,9 +44,9 @@ class DSparkTrainable(DFlashTrainable):
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
         step. hidden_TD [A * K, D]: result of `hidden` for the pack (A blocks, K draft positions each); `head`: LM head
-        with the tokens over which the loss is computed; embedding_VD: the target's embedding matrix. The loss includes
-        that of the confidence head; the loss in the metrics does not. Metrics cover all blocks in an evaluation, only
-        the first ones in training; with `is_measured` False they are zero."""
+        with the tokens over which the loss is computed; embedding_VD: the target's embedding matrix. Only the returned
+        loss includes that of the confidence head. Metrics cover all blocks in an evaluation, the first ones in
+        training; with `is_measured` False they are zero."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block = slots.labels_AK.shape[1]
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)

@@ -89,14 +89,10 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 
 @torch.no_grad()
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
-    """Makes the network train on features of similar magnitude; returns the scale [F] to multiply features by. scale_F,
-    mean_F [F]: results of `measure_scale`. `is_new`: True for a new drafter, False for a trained one.
-
-    - If the network has no norm before `fc` (the projection of the features), the returned scale is scale_F.
-    - If it has norms before `fc`, the returned scale is all ones; in a new drafter, the initial weights of the norms
-      are proportional to scale_F.
-
-    In both cases, `fc` of a new drafter is changed so that the input mean_F gives the output zero."""
+    """Makes the network train on features of similar magnitude; returns the scale [F] to multiply features by. It is
+    scale_F, or all ones if the network has norms before `fc`, the projection of the features. In a new drafter
+    (`is_new`), such norms get weights proportional to scale_F, and `fc` is changed so that the input mean_F gives the
+    output zero. scale_F, mean_F [F]: results of `measure_scale`."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)
@@ -123,9 +119,9 @@ def target_head(target: Target, ids: Tensor) -> Head:
 
 
 class ChainAttention:
-    """Attention in the training of drafters that draft token by token. The drafts of a block are computed in several
-    steps; the attribute `step` is the number of the current one. In step 0, there is one query per context position
-    of the pack; in each later step, one per block."""
+    """Attention in the training of drafters that draft token by token. The drafts of a block are computed in steps; the
+    attribute `step` is the number of the current one. Step 0 has one query per context position of the pack, each later
+    step one per block."""
 
     def __init__(
         self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
@@ -204,10 +200,10 @@ def chain_hidden(
     states_ND: Tensor,
     embed: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Runs all steps of a pack's chains (blocks drafted token by token), with the text's own tokens as inputs (teacher
-    forcing). Returns the inputs of the LM head [A * K, D] (A blocks, K drafts each). `network`: (embedded tokens,
-    states, attention) -> (states for the next step, inputs of the LM head). states_ND: states of the N context
-    positions, the input of step 0. `embed`: token ids -> embeddings."""
+    """Runs all steps of a pack's chains (blocks drafted token by token), with the text's own tokens as inputs. Returns
+    the inputs of the LM head [A * K, D] (A blocks, K drafts each). `network`: (embedded tokens, states, attention) ->
+    (states for the next step, inputs of the LM head). states_ND: states of the N context positions, for step 0.
+    `embed`: token ids -> embeddings."""
     states_TD, normed_TD = network(embed(pack.behind_N), states_ND, attend)
     states_AD, outputs = states_TD[attend.entries_A], [normed_TD[attend.entries_A]]
     for attend.step in range(1, pack.slots.labels_AK.shape[1]):
@@ -227,9 +223,8 @@ class Eagle3Trainable(Trainable):
         self.network, self.raw, self.layers, self.block_size = network, raw, network.layers, block_size
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns hidden states [A * K, D] (A blocks, K draft positions each) from which the drafter's own head
-        predicts the draft positions. embedding_VD [V, D]: the target's embedding matrix. With `is_autocast`, products
-        are computed in bfloat16."""
+        """Returns hidden states [A * K, D] (A blocks, K draft positions each) for the drafter's own head. embedding_VD
+        [V, D]: the target's embedding matrix. With `is_autocast`, products are computed in bfloat16."""
         network, dtype = self.network, torch.bfloat16 if is_autocast else torch.float32
         attend = ChainAttention(network.config.shape, pack.layout, dtype)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):

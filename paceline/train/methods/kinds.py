@@ -1,5 +1,4 @@
-"""Creates a training run's initial drafter for `DrafterShape.kind`: DFlash, DFlash 2, EAGLE-3, or a target's MTP
-layer."""
+"""Creates a training run's initial drafter, by the drafting method `DrafterShape.kind`."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ from paceline.train.plan.target_facts import TargetFacts, read_target
 
 @dataclass(frozen=True, slots=True)
 class InitialDrafter:
-    """A drafter before its first training step, with the indices of the target layers that it reads, and two LM heads:
-    one to compute training losses, one to draft."""
+    """A drafter before its first training step, with the target layers that it reads, and two LM heads: one to compute
+    training losses, one to draft."""
 
     drafter: Trainable
     network: DFlashNetwork | Eagle3Network | MtpNetwork
@@ -64,8 +63,8 @@ class InitialDrafter:
 
     @property
     def first_norm(self) -> FirstNorm | None:
-        """The final norm of a new network, before the LM head, whose weight sets the scale of its logits; None for a
-        network that was already trained."""
+        """The final norm of a new network, whose weight sets the scale of its logits; None for a network that was
+        already trained."""
         if not self.is_new:
             return None
         if isinstance(self.network, MtpNetwork):
@@ -74,10 +73,10 @@ class InitialDrafter:
 
 
 def check_drafter(config: TrainConfig) -> None:
-    """Checks, before prompts are answered, that the run's drafter fits the target's sizes. Raises ConfigError if a
-    setting of a new drafter does not fit, DrafterMismatchError if the drafter in `config.init` belongs to another
-    target, and the errors of reading that drafter. Does nothing with --scale tiny, or if the target's sizes cannot be
-    read without its weights."""
+    """Checks, before prompts are answered, that the run's drafter fits the target's sizes. Does nothing with --scale
+    tiny, or if these sizes cannot be read without the target's weights. Raises ConfigError if a setting of a new
+    drafter does not fit, DrafterMismatchError if the drafter in `config.init` belongs to another target, and the errors
+    of reading that drafter."""
     if config.scale != "default":
         return
     init = init_folder(config.init, config.target.model)
@@ -115,10 +114,10 @@ def _check_new(shape: DrafterShape, target: TargetFacts) -> None:
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. It
-    consists of the most frequent tokens in the answers; among equally frequent ones, tokens of the draft vocabulary of
-    the drafter in `config.init` are preferred. Exception: an EAGLE-3 drafter in `config.init` keeps its draft
-    vocabulary. `say` gets a line with the chosen tokens' share of all tokens in the answers."""
+    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. It has the
+    most frequent tokens in the answers; among equally frequent ones, those of the drafter in `config.init` come first.
+    An EAGLE-3 drafter in `config.init` keeps its vocabulary. `say` gets a line with the chosen tokens' share of all
+    tokens in the answers."""
     init, number = init_folder(config.init, config.target.model), config.shape.draft_vocab
     is_eagle3 = config.shape.kind == "eagle3"
     if is_eagle3 and init is not None:
@@ -173,9 +172,8 @@ def _built(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Ini
 def _own_vocabulary(
     drafter: DFlashConfig, config: TrainConfig, draft_ids: Tensor | None, init: Path | None
 ) -> Vocabulary:
-    """Returns the draft vocabulary of a training, with the head of a drafter in `init` of another width than its
-    target's. Raises ConfigError if such a drafter is given other tokens, or a loss against the target's
-    probabilities."""
+    """Returns the draft vocabulary of a training; that of `init` if this drafter has another width than its target.
+    Raises ConfigError if such a drafter is given other tokens, or a loss against the target's probabilities."""
     if not drafter.has_own_width or init is None:
         return Vocabulary(draft_ids)
     if draft_ids is not None:

@@ -46,8 +46,7 @@ FIRST_DEVIATION = 0.02
 
 class MtpNetwork(nn.Module):
     """The network of a multi-token-prediction layer in training; its `state_dict` has the names of `MtpLayer.tensors`.
-    `draft/mtp/drafter.py` drafts with such a layer; `tests/train/test_mtp_training.py` compares the two
-    implementations."""
+    tests/train/test_mtp_training.py compares it with draft/mtp/drafter.py, which drafts with such a layer."""
 
     def __init__(self, layer: MtpLayer) -> None:
         """Copies the weights, as float32. Raises UnsupportedModelError for attention sinks."""
@@ -63,9 +62,9 @@ class MtpNetwork(nn.Module):
         self._names = frozenset(layer.tensors)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: ChainAttention) -> tuple[Tensor, Tensor]:
-        """Runs one step; returns (hidden states for the next step, inputs of the LM head), [T, D] each. embedded_TD:
-        embedded tokens. hidden_TD: hidden states of the positions before them: in the first step the target's, later
-        those that the previous step returned."""
+        """Runs one step; returns (hidden states for the next step, inputs of the LM head), [T, D] each. hidden_TD:
+        hidden states of the positions before the tokens: in the first step the target's, later those that the previous
+        step returned."""
         scale = self.config.residual_scale
         both_TX = torch.cat([self._norm("embedding_norm", embedded_TD), self._norm("hidden_norm", hidden_TD)], dim=-1)
         hidden_TD = self._linear("fc", both_TX).float()
@@ -162,8 +161,7 @@ class MtpTrainable(Trainable):
 
 
 def _is_read_by_each(shape: DecoderConfig, name: str) -> bool:
-    """Returns True for a leaf module that every token passes through, or one of the first `experts_per_token`
-    experts."""
+    """Returns True for a leaf module that every token passes through, and for the first `experts_per_token` experts."""
     expert = name.partition("mlp.experts.")[2].partition(".")[0]
     is_leaf = name.endswith(("_proj", "norm", "fc", "gate"))
     return is_leaf and (not expert or int(expert) < shape.experts_per_token)
@@ -175,8 +173,8 @@ def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNet
     - with `config.shape.is_copied`, a copy of the target's last layer of full attention;
     - otherwise the multi-token-prediction layer of the target itself.
 
-    Raises ConfigError if the target has no such layer, or has one although a copy is requested. Raises
-    DrafterMismatchError if --init belongs to another target, and the errors of reading the files."""
+    Raises ConfigError if the target has no such layer, or has one although a copy is requested; DrafterMismatchError if
+    --init belongs to another target; and the errors of reading the files."""
     init = init_folder(config.init, config.target.model)
     layer = read_mtp(init) if init is not None else _first_layer(config)
     for what, mine, theirs in (
@@ -191,9 +189,8 @@ def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNet
 def check_mtp(config: TrainConfig) -> None:
     """Checks, before answers are generated, that an mtp training has a multi-token-prediction layer to begin with. Does
     nothing for other drafters, with --init, or with --scale tiny. Raises ConfigError if the target has no such layer,
-    or has one although a copied layer is requested (`config.shape.is_copied`). Raises UnsupportedModelError if none of
-    the target's layers can be copied, and ModelNotFoundError, DownloadError or ModelFileError if the target cannot be
-    read."""
+    or has one although a copied layer is requested (`config.shape.is_copied`); UnsupportedModelError if no layer can be
+    copied; ModelNotFoundError, DownloadError or ModelFileError if the target cannot be read."""
     if config.shape.kind == "mtp" and config.init is None and config.scale == "default":
         _first_layer(config)
 
@@ -222,9 +219,9 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
 @torch.no_grad()
 def new_layer(path: Path, seed: int = 0) -> MtpLayer:
     """Returns a new multi-token-prediction layer for a target without one. `path`: the target's folder or GGUF file.
-    The layer is a copy of the target's last layer of full attention, followed by a copy of the target's final norm. Its
-    input is the sum of the normed embedding and the normed hidden state; the weights of this input projection get a
-    little noise, drawn by `seed`. Raises UnsupportedModelError if no layer can be copied."""
+    The layer is a copy of the target's last layer of full attention and of its final norm. Its input is the sum of the
+    normed embedding and the normed hidden state, with a little noise in the weights, drawn by `seed`. Raises
+    UnsupportedModelError if no layer can be copied."""
     raw = config_json(path)
     config = decoder_config(raw, path)
     layer = one_layer(config)

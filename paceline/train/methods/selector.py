@@ -33,10 +33,10 @@ from paceline.train.methods.dspark import DSparkTrainable
 
 @dataclass(frozen=True, slots=True)
 class BlockSample:
-    """A random sample of a training step's blocks, on which DFlash 2's selector is trained. Each block is in the sample
-    with probability `share`. A hash of the block's tokens and of `key` (text that names the step) decides, so the
-    sample is the same however blocks are divided among packs and processes. The sample's loss is divided by `share`, so
-    the expected gradient is that of all blocks."""
+    """A random sample of a training step's blocks, on which DFlash 2's selector is trained: each block with probability
+    `share`. A hash of the block's tokens and of `key` (text that names the step) decides, so the sample is the same
+    however blocks are divided among packs and processes. The sample's loss is divided by `share`, so the expected
+    gradient is that of all blocks."""
 
     share: float = 1.0
     key: str = ""
@@ -60,8 +60,7 @@ ALL_BLOCKS = BlockSample()
 
 
 class DFlash2Trainable(DFlashTrainable):
-    """Trains DFlash 2: a DFlash network with a selector, which chooses each draft from the candidates of its
-    position."""
+    """Trains DFlash 2: DFlash with a selector, which chooses each draft from the candidates of its position."""
 
     network: DFlash2Network
 
@@ -81,9 +80,8 @@ class DFlash2Trainable(DFlashTrainable):
         """Returns (loss, metrics) of the selector; the loss is divided by `num_slots`, the draft positions of the whole
         step. hidden_TD [A * K, D]: result of `hidden` for the pack (A blocks, K draft positions each); `head`: LM head
         that proposes the candidates; embedding_VD: the target's embedding matrix. Training uses the blocks of `sample`,
-        evaluation (without gradients) all blocks. `is_learning`: False while the selector is not trained yet; the loss
-        of a training pass, its gradients and the metrics are then zero. With `is_measured` False, the metrics are
-        zero."""
+        evaluation (without gradients) all. `is_learning`: False while the selector is not trained yet; a training pass
+        then has zero loss, gradients and metrics. With `is_measured` False, the metrics are zero."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block, sample = slots.labels_AK.shape[1], sample if is_training else ALL_BLOCKS
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)
@@ -138,10 +136,9 @@ class DFlash2Trainable(DFlashTrainable):
 
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
-        """Returns bool [A, K] (A blocks, K draft positions each): True where the selector chooses the target's token.
-        At each position, the selector gets the target's tokens of the positions before, not its own choices. hidden_TD
-        [A * K, D]: result of `hidden` for the same pack; `head`: LM head that proposes the candidates; embedding_VD:
-        the target's embedding matrix."""
+        """Returns bool [A, K] (A blocks, K draft positions each): True where the selector, given the target's tokens of
+        the positions before, chooses the target's token. hidden_TD [A * K, D]: result of `hidden` for the same pack;
+        `head`: LM head that proposes the candidates; embedding_VD: the target's embedding matrix."""
         slots = pack.slots
         hidden_AKD = hidden_TD.unflatten(0, slots.valid_AK.shape)
         logits_AKV = head.logits(hidden_TD).unflatten(0, slots.valid_AK.shape).float()
