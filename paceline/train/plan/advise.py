@@ -43,8 +43,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Prediction for a drafter trained on a certain number of answers: acceptance length, speed, and hours and cost of
-    the training. `Advice` compares several numbers of answers."""
+    """Prediction for a drafter trained on a certain number of answers: acceptance length, speed, training hours and
+    cost."""
 
     answers: int
     tokens_per_round: float
@@ -68,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The recommendation whether to train a drafter for a server, with the predictions that it is based on."""
+    """The recommendation whether to train a drafter for a server, and the predictions on which it is based."""
 
     verdict: str
     """The decision: train, collect (more answers first), or no."""
@@ -140,8 +140,8 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
 
 
 def _chosen(steps: Sequence[Step], known: int | None) -> Step:
-    """Returns the step of the answers that exist if even its lower end is worth a training, else the one with the
-    fewest answers that bring almost (`ENOUGH`) the largest gain."""
+    """Returns the step of the existing answers if even the lower end of its gain is worth a training. Otherwise returns
+    the step with the fewest answers that bring almost (`ENOUGH`) the largest gain."""
     here = next((step for step in steps if step.answers == known), None)
     if here is not None and here.gain_interval[0] >= WORTH:
         return here
@@ -186,8 +186,8 @@ def _plan(model: str, answers: int, answer_tokens: int, device: str | None) -> P
 
 def _serving(setup: Setup, config: CostsConfig, share: float, seen: Seen) -> tuple[StepCosts, str]:
     """Returns the costs with the drafter that serves now, and a sentence on its price, empty without drafts. A block
-    drafter takes one pass per round, of the planned drafter's `share` of a target pass, and prompt lookup no time;
-    --drafter-cost, --block and measured drafting come first. A drafter that is not known costs the default."""
+    drafter costs one pass per round, of the planned drafter's `share` of a target pass; prompt lookup costs nothing; an
+    unknown drafter costs the default. --drafter-cost, --block and measured drafting come first."""
     costs = setup.costs
     if seen.acceptance is None or seen.tokens_per_round <= 1:
         return costs, ""
@@ -262,8 +262,8 @@ def _step(
 
 
 def _training_hour(drafter: _Drafter, plan: Plan, config: AdviceConfig) -> float:
-    """Returns the hours of the serving machine that cost as much as an hour of training: by the prices, else by the
-    numbers of GPUs."""
+    """Returns the hours of the serving machine that cost as much as an hour of training, by prices or numbers of
+    GPUs."""
     if config.price_per_hour is not None and config.train_price_per_hour is not None:
         return config.train_price_per_hour / config.price_per_hour
     deployment = drafter.setup.deployment

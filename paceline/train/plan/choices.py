@@ -3,8 +3,7 @@ settings.
 
 The shape is the first of a list, largest first, whose drafting costs less than `MOST_SHARE` of the target's
 verification pass. Both are predicted by the roofline of `simulate`: the larger of reading and computing time. Training
-settings follow measured recipes: that of the default drafter on CPUs (recipes/default_drafter.sh), the DFlash paper's
-on GPUs.
+settings follow measured recipes: recipes/default_drafter.sh on CPUs, the DFlash paper's on GPUs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ MTP_BETA = 0.6
 MTP_RATE = 5e-5
 """Peak learning rate for a layer that was already trained with its target."""
 PART_RATE = 1.2e-3
-"""Peak learning rate for a part of a drafter, twice the default: on a tiny model the best of the tried rates was twice
+"""Peak learning rate for a part of a drafter, twice the default. On a tiny model, the best of the tried rates was twice
 that of all weights for the last layer, and two to four times for low-rank differences."""
 
 
@@ -108,14 +107,14 @@ def check_part(config: TrainConfig) -> None:
 
 
 def is_trained_already(shape: DrafterShape) -> bool:
-    """Returns True if a run without `init` begins with weights that are already trained: the target's own mtp layer.
-    This is so for an mtp drafter whose layer is not copied from another layer of the target."""
+    """Returns True if a run without `init` begins with trained weights: for an mtp drafter, the target's own mtp layer,
+    unless it is copied from another layer."""
     return shape.kind == "mtp" and not shape.is_copied
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a drafter (layers, heads, widths, vocabulary), as far as a plan needs them."""
+    """The sizes of a drafter (layers, heads, widths, vocabulary) that a plan needs."""
 
     num_layers: int
     block_size: int
@@ -131,7 +130,7 @@ class Sizes:
 
     @property
     def features(self) -> int:
-        """Number of features (values of the target's hidden states) that the drafter reads per context position."""
+        """Number of values of the target's hidden states that the drafter reads per context position."""
         return self.num_taps * self.target_hidden_size
 
     @property
@@ -141,12 +140,13 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters in the drafter's matrices: those of its layers, and the projection of the features."""
+        """Number of parameters in the drafter's matrices: its layers, and the projection of the target's hidden
+        states."""
         return self.num_layers * self.layer_parameters + self.features * self.hidden_size
 
     def learned(self, loop: LoopConfig) -> int:
-        """Number of matrix parameters that a training updates. `loop.learn` selects all parameters, those of the last
-        layer, or the low-rank factors."""
+        """Number of matrix parameters that a training updates: all, those of the last layer, or low-rank factors
+        (`loop.learn`)."""
         if loop.learn == "low-rank":
             attention = 4 * self.hidden_size + 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
             return self.num_layers * loop.rank * (attention + 3 * (self.hidden_size + self.intermediate_size))
@@ -154,17 +154,16 @@ class Sizes:
 
     @property
     def context_parameters(self) -> int:
-        """Number of parameters that are applied once to each context position: the projection of the features, and
-        those of keys and values."""
+        """Number of parameters that are applied once to each context position: those of keys and values, and the
+        projection of the target's hidden states."""
         keys = 2 * self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
         return keys + self.features * self.hidden_size
 
 
 def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
-    """Returns the sizes of a run's drafter. If `config.init` names a DFlash drafter, they are its sizes; only the block
-    size is replaced if the user gave one. In all other cases they are those in `config`, and sizes that `config` leaves
-    open are the target's. Raises ConfigError or ModelFileError if the drafter in `config.init` does not exist or is
-    damaged."""
+    """Returns the sizes of a run's drafter. If `config.init` names a DFlash drafter, they are its sizes, except for a
+    block size that the user gave. Otherwise they are those in `config`, and sizes that it leaves open are the target's.
+    Raises ConfigError or ModelFileError if the drafter in `config.init` does not exist or is damaged."""
     shape, hidden = config.shape, target.shape.hidden_size
     stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
     if stored is not None:
@@ -228,8 +227,8 @@ def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
 
 def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
     """Returns the deployment of the target on one device of the machine: the device's speeds, and the number formats of
-    the target's weights and computation. A quantised target is assumed to have the format q4_1, q8_0 or bfloat16,
-    whichever is nearest in bytes per weight."""
+    weights and computation. A quantised target is assumed to have the format q4_1, q8_0 or bfloat16, whichever is
+    nearest in bytes per weight."""
     precisions = target.shape.precisions
     if target.is_quantised:
         near = min(("q4_1", "q8_0", "bfloat16"), key=lambda name: abs(FORMATS[name].num_bytes - target.value_bytes))
@@ -240,8 +239,8 @@ def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
 
 
 def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> float:
-    """Returns the seconds in which a drafter with these sizes drafts one block (all drafts of a round) for one
-    request. `deployment`: the machine's speeds; `value_bytes`: bytes per weight."""
+    """Returns the seconds in which a drafter with these sizes drafts one block (all drafts of a round) for one request.
+    `deployment`: the machine's speeds; `value_bytes`: bytes per weight."""
     head = sizes.draft_vocab * sizes.hidden_size
     read = (sizes.parameters + head) * value_bytes / deployment.bytes_per_s
     products = sizes.num_layers * sizes.layer_parameters * sizes.block_size + head * (sizes.block_size - 1)
@@ -250,8 +249,8 @@ def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> f
 
 
 def share_of_pass(sizes: Sizes, target: TargetFacts, machine: MachineFacts) -> float:
-    """Returns the relative cost of drafting: the time to draft a block for one request, divided by the time of the
-    target's pass that verifies the block."""
+    """Returns the relative cost of drafting: the time to draft a block for one request / that of the target's pass that
+    verifies the block."""
     deployment = deployment_of(target, machine)
     value_bytes = BLOCK_BYTES if target.is_quantised else FORMATS[deployment.precisions.weights].num_bytes
     check_s = sum(pass_seconds(target.shape, deployment, 1, sizes.block_size, CONTEXT).values())
@@ -269,8 +268,8 @@ class Choice:
 
 
 def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
-    """Yields what a plan chooses for a new drafter: for each config field a value and its reason, by the sizes of the
-    target and the hardware. Choices for fields that the user has set are yielded too; the caller must ignore them."""
+    """Yields what a plan chooses for a new drafter: config fields with value and reason. Choices for fields that the
+    user has set are yielded too; the caller must ignore them."""
     is_chained = config.shape.is_chained  # whose shape is the published one, or the target's own
     if not is_chained:
         yield from _shape_choices(config, target, machine)
@@ -294,9 +293,8 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
 
 
 def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
-    """Yields the plan's choices (field, value, reason) that depend only on the machine and so also hold when the
-    training of an existing drafter continues. At present there is only one: if the processor computes float32 faster
-    than bfloat16, autocast to bfloat16 is turned off."""
+    """Yields the choices that depend only on the machine, and so also hold when the training of an existing drafter
+    continues: no autocast if the processor computes float32 faster than bfloat16."""
     if machine.is_slow_in_bfloat16:
         rates = machine.machine.flops_per_s
         reason = (

@@ -58,13 +58,9 @@ def seen_in_server(seen: ServerSeen, url: str) -> Seen:
 
 
 def with_server(traces: Seen, server: Seen) -> Seen:
-    """Combines two measurements of the same server: `traces` from its traces, `server` from its metrics. Returns a copy
-    of `traces` with these values of `server`:
-    - the number of concurrent requests;
-    - the acceptance, if that of `traces` is None.
-
-    The measurements of each tag are changed in the same way, with the same values, since `server` has no values per
-    tag."""
+    """Combines measurements of one server: `traces` from its traces, `server` from its metrics. Returns a copy of
+    `traces` with the number of concurrent requests of `server`, and with the acceptance of `server` if that of `traces`
+    is None. The measurements of each tag are changed in the same way, since `server` has no values per tag."""
     added = replace(traces, streams=server.streams, source=f"{traces.source}; {server.source}")
     if traces.acceptance is None:
         added = replace(
@@ -120,7 +116,7 @@ class _Counts:
 
 def seen_in_traces(folder: Path, tag: str | None = None) -> Seen:
     """Returns measurements from the traces of `paceline serve` or `paceline record` in `folder`. `tag`: only requests
-    with this tag (x-paceline-tag). Raises ConfigError if there are no traces, or no requests with the tag."""
+    with this x-paceline-tag. Raises ConfigError if there are no traces, or no requests with the tag."""
     by_tag = _read(folder)
     if tag is not None:
         refuse_unknown(folder, [tag], by_tag)

@@ -18,8 +18,8 @@ RULE = (
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """Prediction for a drafter that serves one customer: it is trained on the answers to this customer's requests (all
-    those with one x-paceline-tag) and used only for them."""
+    """Prediction for a drafter that is trained on the answers to one customer's requests (those with one
+    x-paceline-tag) and used only for them."""
 
     tag: str
     answers: int
@@ -37,7 +37,7 @@ class Customer:
     cost: float | None
     """Price of the training; None without prices."""
     pays_back_days: float | None
-    """Days until the saved hours of the serving machine, at this load, equal those of the training (or their prices);
+    """Days until the drafter has saved as many hours of the serving machine (or their price) as its training takes;
     None if it saves nothing."""
 
     @property
@@ -54,8 +54,8 @@ class Customer:
 
 
 def deserving(customers: Sequence[Customer]) -> str:
-    """Returns a sentence that names the customers for whom a drafter of their own pays off. If it does not pay off for
-    any customer, the sentence has the reason for the first one. Returns an empty text if no requests have a tag."""
+    """Returns a sentence that names the customers for whom a drafter of their own pays off. If there are none, it has
+    the reason for the first customer. Returns an empty text if no requests have a tag."""
     customers = [each for each in customers if each.tag != UNTAGGED]
     if not customers:
         return ""

@@ -25,13 +25,12 @@ NUMBERS = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
 ENOUGH = 0.85
 """The advised number of answers reaches this share of the largest gain."""
 EPOCHS = 6.0
-"""Most passes over the same answers that count as training data: the number in the runs that measured the curves."""
+"""Most passes over the same answers that count as training data, as in the runs that measured the curves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """Amount of training data of a run, in answers and in blocks (an anchor token and the draft positions after it that
-    the drafter learns to predict)."""
+    """Amount of training data of a run, in answers and in blocks (an anchor token and the draft positions after it)."""
 
     blocks: float
     answers: int | None
@@ -41,16 +40,16 @@ class Learned:
 
     @property
     def counted(self) -> float:
-        """Number of blocks that count as training data: `blocks`, but not more than 6 (`EPOCHS`) passes over all
-        answers have."""
+        """Number of blocks that count as training data: `blocks`, but at most 6 (`EPOCHS`) passes over all answers."""
         return self.blocks if self.answers is None else min(self.blocks, EPOCHS * self.places * self.answers)
 
 
 def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
     """Returns the expected result of training a drafter for the model named `target` on this many blocks, by the
-    target's measured learning curve; None if it has no curve. Keys: "tokens_per_round" (acceptance length in serving,
-    linear in log(blocks) between measured points), "is_beyond_the_curve" (True if more blocks than measured), "source"
-    and "data" (texts: where the curve is recorded, and on which data)."""
+    target's measured learning curve; None if it has no curve. Keys:
+    - "tokens_per_round": acceptance length in serving, linear in log(blocks) between measured points;
+    - "is_beyond_the_curve": True for more blocks than measured;
+    - "source", "data": texts on where the curve is recorded, and on which data."""
     curves = json.loads(Path(__file__).with_name("curves.json").read_text(encoding="utf-8"))["curves"]
     curve = next((entry for entry in curves if entry["target"] == target), None)
     if curve is None:
@@ -71,9 +70,8 @@ def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
 
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
-    """Returns the expected result of training a drafter for the model named `target` on this amount of data. It is
-    computed from measurements: the target's own learning curve or, without one, published trainings of other drafters.
-    Keys:
+    """Returns the expected result of training a drafter for the model named `target` on this amount of data, by the
+    target's learning curve or, without one, by published trainings of other drafters. Keys:
     - "tokens_per_round": acceptance length in serving;
     - "interval": (lowest, highest) acceptance length; only without a curve;
     - "is_own": True if the target has a curve;
@@ -97,9 +95,8 @@ def expected_of(target: str, learned: Learned) -> dict[str, Any]:
 
 
 def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines about the expected acceptance length in a printed training plan: the length, its source (the
-    target's learning curve or published trainings), and a warning if there are too few answers. `target`: name of the
-    model that the drafter is for. `expected`: result of `expected_of`."""
+    """Yields the lines about the expected acceptance length in a printed training plan: the length, its source, and a
+    warning if there are too few answers. `expected`: result of `expected_of` for the model named `target`."""
     about = "at least" if expected["is_beyond_the_curve"] else "about"
     answers, advised = expected["answers"], expected["advised"]
     learned = "" if answers is None else f" from {answers:,} different answers"
@@ -116,9 +113,8 @@ def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
 
 def advised_answers(target: str, places: float) -> int:
     """Returns the advised number of answers for a training: the smallest of `NUMBERS` (300 to 100,000) that is expected
-    to bring at least 85% (`ENOUGH`) of the accepted drafts per round that 100,000 answers bring. The expectation is
-    from the target's learning curve or, without one, from published trainings. `places`: blocks per answer and
-    epoch."""
+    to bring at least 85% (`ENOUGH`) of the accepted drafts per round that 100,000 bring. `places`: blocks per answer
+    and epoch."""
     gains = []
     for number in NUMBERS:
         own = expected_tokens(target, EPOCHS * places * number)

@@ -11,8 +11,7 @@ from paceline.train.plan.target_facts import MachineFacts, TargetFacts
 COMPILE_S = 20.0
 """Seconds of the first step on a GPU, which compiles: 19 s on one H100."""
 LOADS, LOAD_S, LOAD_BYTES_PER_S = 4, 10.0, 2e9
-"""A GPU run loads the target for answers, steps, serving and final figures; assumed seconds and bytes/s of each
-load."""
+"""Loads of the target in a GPU run (answers, steps, serving, final figures); assumed seconds and bytes/s of each."""
 SAVE_BYTES_PER_S = 1e9
 UNSURE = (0.7, 2.0)
 """Factors for the lower and the upper limit of a GPU's hours: the efficiency was measured on one GPU and one shape."""
@@ -23,9 +22,9 @@ CHECKPOINT_BYTES = 12.0
 def fixed_seconds(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes, steps_s: float
 ) -> dict[str, float]:
-    """Returns the seconds of those parts of a GPU run that do not depend on the number of prompts. Keys: "loading" (of
-    the target), "compiling", "checkpoints" (writing them). Returns {} on a CPU. `steps_s`: seconds of all training
-    steps, which determine the number of checkpoints."""
+    """Returns the seconds of those parts of a GPU run that do not depend on the number of prompts: "loading" (of the
+    target), "compiling", "checkpoints" (writing them). Returns {} on a CPU. `steps_s`: seconds of all training steps,
+    which determine the number of checkpoints."""
     if not machine.is_gpu:
         return {}
     weights = 0.0 if config.remote.features_at else target.total_bytes
@@ -35,9 +34,8 @@ def fixed_seconds(
 
 
 def hours_range(config: TrainConfig, hours: dict[str, float]) -> tuple[float, float]:
-    """Returns (fewest, most) hours of a run. `hours`: stage -> expected hours. The fewest are 0.7 times the sum, the
-    most twice the sum (`UNSURE`). If the run has a limit in minutes, the hours of the stage "steps" are known, and are
-    not multiplied."""
+    """Returns (fewest, most) hours of a run: 0.7 and 2 times (`UNSURE`) the sum of `hours` (stage -> expected hours).
+    If the run has a limit in minutes, the hours of the stage "steps" are known, and are not multiplied."""
     has_end = config.minutes is not None or config.loop.max_minutes is not None
     exact = hours["steps"] if has_end else 0.0
     low, high = ((sum(hours.values()) - exact) * factor + exact for factor in UNSURE)

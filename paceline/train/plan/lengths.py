@@ -1,7 +1,7 @@
 """Chooses the longest document of a run (max_len) from its data, within the target's context and the machine's memory.
 
-Answers that exist are read: 99 of 100 documents are to fit whole. Answers that are generated in the run need room for
-the longest prompt and the longest answer.
+Of existing answers, 99 of 100 documents are to fit whole. Answers that are generated in the run need room for the
+longest prompt and the longest answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_READ = 20_000
 STEP = 16
 """The chosen length is a multiple of this many tokens."""
 LEAST_LIMIT = 1024
-"""Tokens that are never taken away for lack of memory, which is only estimated."""
+"""Smallest limit for lack of memory, in tokens, since memory is only estimated."""
 OPTIMISER_BYTES = 16
 """Bytes per parameter with its gradient and two moments, float32."""
 
@@ -43,8 +43,8 @@ class Limit:
 
 
 def limits_of(config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes) -> list[Limit]:
-    """Returns the upper limits of a document's length: the target's context and the machine's memory. A limit that is
-    not known is omitted."""
+    """Returns the upper limits of a document's length, by the target's context and the machine's memory if these are
+    known."""
     limits, context = list[Limit](), target.shape.max_context
     if context:
         limits.append(Limit(context, f"the target's context is {context:,} tokens"))
@@ -57,8 +57,8 @@ def limits_of(config: TrainConfig, target: TargetFacts, machine: MachineFacts, s
 
 def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
     """Returns the bytes of memory for one position of a document: the target's keys and values (none for a remote
-    target), hidden states of the tapped layers (one 16-bit and two float32 copies), and the drafter's keys and values
-    with their gradients."""
+    target), hidden states of the layers that the drafter reads (one 16-bit and two float32 copies), and the drafter's
+    keys and values with their gradients."""
     taps = sizes.features * (2.0 + 2 * 4)
     own = 2.0 * 4 * sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim
     value = num_bytes(target.shape.precisions.kv)
@@ -67,8 +67,7 @@ def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> fl
 
 
 def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """Returns the bytes of memory that training needs, without those for the positions of documents (`position_bytes`).
-    They are the sum of:
+    """Returns the bytes of memory that training needs, without those for the positions of documents (`position_bytes`):
     - the target's weights, unless the target is remote;
     - float32 copies of its embedding and head, if it is quantised or remote;
     - the drafter's weights and optimiser states;
@@ -87,8 +86,8 @@ def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[Trai
     - If `config` has no `max_len`, it becomes what prompts and answers need, but not more than `limits` allow.
     - If `config` has a `max_len`, it stays. If it leaves no room for an answer, `max_prompt_tokens` is lowered.
 
-    `limits`: upper limits of `max_len`, from `limits_of`. Raises ConfigError if the user gave both lengths and they
-    leave no room for an answer, PromptError for unreadable answers."""
+    Raises ConfigError if the user gave both lengths and they leave no room for an answer, PromptError for unreadable
+    answers."""
     if config.max_len is not None:
         return _prompts_fitted(config, config.max_len)
     lengths = sorted(_lengths(tagged(config.answers, config.prompting.tags)))
@@ -108,20 +107,16 @@ def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[Trai
 
 
 def with_length(config: TrainConfig, stored: int | None = None) -> TrainConfig:
-    """Returns the config with `max_len` (largest number of tokens of a document) set. It is the first of these that
-    exists:
-    - the value in `config`;
-    - `stored`, the value of the run that is resumed;
-    - the length that the prompts and answers need; the target's context and the memory do not limit it."""
+    """Returns the config with `max_len` (largest number of tokens of a document) set: its own value, else `stored`
+    (that of the run that is resumed), else the length that prompts and answers need, without limits."""
     if config.max_len is not None:
         return config
     return with_value(config, "max_len", stored) if stored is not None else fit_lengths(config)[0]
 
 
 def stored_length(out: Path) -> int | None:
-    """Returns the `max_len` that run.yaml of the run in the folder `out` has; None if the run has not begun. (It is not
-    read from plan.json, since earlier versions did not write a default `max_len` there.) Raises ConfigError for a
-    damaged run.yaml."""
+    """Returns the `max_len` in run.yaml of the run in the folder `out` (plan.json of earlier versions lacks it); None
+    if the run has not begun. Raises ConfigError for a damaged run.yaml."""
     file = out / RUN_FILE
     settings = read_settings_file(file, "remove it, the run writes it again") if file.exists() else {}
     length = settings.get("max_len")
@@ -129,15 +124,14 @@ def stored_length(out: Path) -> int | None:
 
 
 def longest_of(config: TrainConfig) -> int:
-    """Returns `config.max_len`, the largest number of tokens of a document. The caller must pass a config in which it
-    is not None; a planned config always has it."""
+    """Returns `config.max_len`, the largest number of tokens of a document, which must not be None. A planned config
+    has it."""
     assert config.max_len is not None, "fit_lengths chooses it"
     return config.max_len
 
 
 def _lengths(sources: Sequence[Tagged]) -> list[int]:
-    """Returns the lengths of existing prompts with their answers, in tokens. Missing sources are left out, since a
-    plan may be made before they exist."""
+    """Returns the lengths of existing prompts with their answers, in tokens. Missing sources are left out."""
     dropped = Dropped()
     return [
         len(answer.prompt_ids) + len(answer.answer_ids)
@@ -148,8 +142,7 @@ def _lengths(sources: Sequence[Tagged]) -> list[int]:
 
 
 def _most_generated(config: TrainConfig, has_answers: bool) -> int:
-    """Returns the tokens of the longest prompt and answer that the run generates; 0 if it only reads existing
-    answers."""
+    """Returns the tokens of the longest prompt and answer that the run generates; 0 if it only reads answers."""
     prompting = config.prompting
     if prompting.prompts or prompting.self_written or config.ood or config.heldout or not has_answers:
         return config.answering.max_prompt_tokens + config.answering.max_tokens

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LETTERS_PER_TOKEN = 4
 UNKNOWN_PROMPTS = 1000
 MOST_ENCODED = 20_000
-"""Prompts that a plan encodes, in at most a minute; figures of more prompts are extrapolated from these."""
+"""Prompts that a plan encodes, in at most a minute; figures of more prompts are extrapolated."""
 MOST_LETTERS = 600
 """Longest part, in characters, of the prompt that is shown."""
 
@@ -67,9 +67,8 @@ class _Examined:
 
 def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = False) -> Data:
     """Returns the number and mean length of a run's prompts, counted before the run begins. Appends texts for the user
-    to `notes`, such as a count of unusable rows, or the name of a data set that is not on this machine.
-    `reads_answers`: True to read the answers in `config.answers` too, and report their number in a note. Raises
-    PromptError for an unreadable file; with `strict`, for an unusable row."""
+    to `notes`, such as a count of unusable rows. `reads_answers`: also read the answers in `config.answers`, and report
+    their number in a note. Raises PromptError for an unreadable file; with `strict`, for an unusable row."""
     local, own = _local(config, notes)
     tokenizer = tokenizer_here(config.target.model) if config.scale == "default" else None
     examined = _examined(config, local, tokenizer, notes)
@@ -177,8 +176,7 @@ def _answers_text(config: TrainConfig) -> str:
 
 
 def tokenizer_here(model: str) -> Tokenizer | None:
-    """Returns the target's tokenizer if it is on this machine, else None; downloads nothing. Raises ModelFileError if
-    it is damaged."""
+    """Returns the target's tokenizer if it is on this machine, else None. Raises ModelFileError if it is damaged."""
     path = BUILTINS[model].kept_in(cache_home()) if model in BUILTINS else Path(model).expanduser()
     path = path.parent if path.suffix == ".json" else path
     if not path.exists() and HUB_ID.fullmatch(model) and "/" in model:

@@ -13,8 +13,8 @@ from paceline.train.run_file import value_of, with_value
 
 
 def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
-    """Returns the config with the values stored in `plan`, the contents of the run's plan.json. Fields that the user
-    gives now stay; stored fields that no longer exist are ignored."""
+    """Returns the config with the values stored in `plan`, the contents of plan.json. Fields that the user gives now
+    stay; stored fields that no longer exist are ignored."""
     for name, value in (plan.get("values") or {}).items():
         try:
             before = value_of(config, name)
@@ -56,9 +56,8 @@ def with_minutes(plan: dict[str, Any], config: TrainConfig, say: Callable[[str],
 
 
 def update_expected(plan: dict[str, Any], share: float, say: Callable[[str], None]) -> None:
-    """Changes `plan` (contents of plan.json) in place: multiplies the number of blocks to train on by `share`, and
-    computes the expected acceptance length again. `say` gets the lines that describe the new expectation. Does nothing
-    for a plan without an expectation."""
+    """Multiplies the number of blocks in `plan` (contents of plan.json) by `share`, in place, and computes the expected
+    acceptance length again. `say` gets the new expectation. Does nothing for a plan without an expectation."""
     expected = plan.get("expected") or {}
     if not {"answers", "places"} <= expected.keys():  # a plan of an earlier version, or of a drafter of chains
         return

@@ -57,8 +57,8 @@ class TargetFacts:
 
     @property
     def family(self) -> str | None:
-        """The target's model family if paceline's own decoder supports it, else None. A new drafter for a supported
-        family has the target's numbers of heads and widths."""
+        """The target's model family if paceline's own decoder supports it, else None. New drafters for a supported
+        family have the target's numbers of heads and widths."""
         names = self.raw.get("architectures") or [_architecture(self.raw)]
         names = [TABLES["text_parts"].get(name, name) for name in names]
         if self.raw.get("enable_moe_block"):  # Gemma 4 with experts, which the decoder does not run
@@ -67,13 +67,13 @@ class TargetFacts:
 
     @property
     def is_copyable(self) -> bool:
-        """True if draft layers can be copies of the target's layers; layers of experts have no single MLP to copy."""
+        """True if draft layers can be copies of the target's layers. Layers of experts have no single MLP to copy."""
         return self.family is not None and has_llama_layers(self.family) and self.shape.experts is None
 
     @property
     def value_bytes(self) -> float:
-        """Mean bytes per weight: size of the weight file / number of parameters if the file is on this machine;
-        otherwise the bytes of the model's number format."""
+        """Mean bytes per weight, by the size of the weight file or, if it is not on this machine, by the model's number
+        format."""
         if self.weight_bytes:
             return self.weight_bytes / (self.shape.num_parameters or 1.0)
         return FORMATS[self.shape.precisions.weights].num_bytes
@@ -168,8 +168,8 @@ class MachineFacts:
 
     @property
     def decoding(self) -> Machine:
-        """The machine's speeds for the target's passes. If bfloat16 is slower than float32, the rate of bfloat16 is
-        replaced by that of float32."""
+        """The machine's speeds for the target's passes: if float32 is faster than bfloat16, its rate counts for
+        both."""
         rates = self.machine.flops_per_s
         if not self.is_slow_in_bfloat16:
             return self.machine
@@ -184,8 +184,7 @@ class MachineFacts:
 
 def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
     """Returns the known machine `device_name`, such as "8x H100". If it is None, returns the measured speeds of
-    `device` (such as "auto" or "cpu") on this machine. Raises ConfigError for an unknown name; the message lists the
-    known names."""
+    `device` (such as "auto" or "cpu") on this machine. Raises ConfigError, with the known names, for an unknown one."""
     if device_name:
         number, name = _counted(device_name)
         if machine := catalogue.machine(name):

@@ -54,8 +54,7 @@ EFFICIENCY = {
     "cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5},
     "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.32},
 }
-"""Measured efficiency of the stages, as shares of the machine's rates; docs/tutorials/your-drafter.md names the
-runs."""
+"""Measured efficiency of the stages, as shares of the machine's rates; docs/tutorials/your-drafter.md has the runs."""
 MEASURED_STEPS = 0.43
 """Efficiency of the steps relative to a GPU's measured rate: on one H100, 310 to 326 of 743 TFLOP/s (989 nominal)."""
 MOST_UNUSED = 0.5
@@ -96,8 +95,8 @@ class Plan:
     blocks: float
     """Number of blocks learned from in these hours."""
     expected: dict[str, Any] | None
-    """Result of `expected_acceptance.expected_of`; None where no curve applies: for eagle3 and mtp drafters, and where
-    the training of an existing drafter continues."""
+    """Result of `expected_acceptance.expected_of`; None for eagle3 and mtp drafters, and with --init: no curve
+    applies."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -241,8 +240,7 @@ def _num_held_out(config: TrainConfig, data: Data) -> int:
 
 
 def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data) -> dict[str, float]:
-    """Returns the seconds of answers and features: the roofline's time divided by the efficiency; 0 for remote
-    stages."""
+    """Returns the seconds of answers and features: the roofline's time / efficiency; 0 for remote stages."""
     deployment, reached = deployment_of(target, machine), EFFICIENCY["gpu" if machine.is_gpu else "cpu"]
     answer, batch = ANSWER_SHARE * config.answering.max_tokens, 32
     number = _num_answers(config, data) / machine.number
@@ -259,8 +257,7 @@ def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFac
 
 
 def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> float:
-    """Returns the FLOPs of training on one block, forward and backward. The FLOPs of a document's context are divided
-    among its blocks and included."""
+    """Returns the FLOPs of training on one block, forward and backward, with its share of the document's context."""
     rows = config.loop.loss.vocab or sizes.draft_vocab
     # Two each for the outputs, and for gradients of inputs and of weights.
     times = {"all": 6.0, "low-rank": 4.0, "last-layer": 2.0 + 4.0 / sizes.num_layers}[config.loop.learn]
@@ -361,8 +358,7 @@ def _chosen_lines(plan: Plan) -> Iterator[str]:
 
 
 def option_of(name: str) -> str:
-    """Returns the command-line option of `paceline train` for a config field, such as --draft-vocab for
-    shape.draft_vocab."""
+    """Returns the option of `paceline train` for a config field, such as --draft-vocab for shape.draft_vocab."""
     return OPTIONS.get(name, "--" + name.rpartition(".")[2].replace("_", "-"))
 
 

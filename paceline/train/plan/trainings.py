@@ -1,12 +1,12 @@
-"""Predicts the acceptance length that a training brings, with an interval, from a run of your own or from published
+"""Predicts the acceptance length that a training brings, with an interval, from the user's own run or published
 trainings.
 
     published(3_000)                                # from the trainings of advice.json
     own_run(Path("runs/mine"), "Qwen3-8B").at(3_000)  # from a training of this target, measured on its own prompts
 
 Published: least squares of log(acceptance length - 1) on log(answers) over the trainings in `advice.json`, with an
-intercept for each kind of traffic, and the prediction interval of a new workload; each workload counts once. A run of
-one's own: its measured acceptance length, and for other numbers of answers the growth that published workloads had.
+intercept for each kind of traffic, and the prediction interval of a new workload; each workload counts once. Own run:
+its measured acceptance length, and for other numbers of answers the growth that published workloads had.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ class Expected:
     """True if no training with as many answers was measured."""
 
     def at_most(self, most: float) -> Expected:
-        """Returns a copy whose acceptance length and interval are limited to `most` tokens per round, the drafter's
-        block size."""
+        """Returns a copy whose values are limited to `most` tokens per round, the drafter's block size."""
         return Expected(min(self.tokens_per_round, most), min(self.low, most), min(self.high, most), self.is_beyond)
 
 
@@ -86,9 +85,9 @@ TRAININGS, HELDOUT_DEVIATION = _read()
 
 def published(answers: float, traffic: str | None = None) -> Expected:
     """Returns the expected acceptance length of a drafter trained on this many answers, computed from published
-    trainings; for a workload without measurements of its own. `traffic`: type of the workload, "mixed" or "application"
-    (requests of one application). None: the type is unknown. The expected number of accepted drafts per round is then
-    the geometric mean of the numbers for both types, and the interval covers both intervals."""
+    trainings. `traffic`: type of the workload, "mixed" or "application" (requests of one application). If it is None,
+    the expected number of accepted drafts per round is the geometric mean of those of both types, and the interval
+    covers both intervals."""
     kinds = (traffic,) if traffic else KINDS
     level = 1 - (1 - LEVEL) * len(kinds)  # of a mixture, hardly more than one kind lies beyond each end
     each = [_of_kind(answers, kind, level) for kind in kinds]
@@ -108,7 +107,7 @@ def _of_kind(answers: float, traffic: str, level: float) -> Expected:
 
 def _predicted(groups: Sequence[_Group], at: float, level: float) -> tuple[float, float]:
     """Returns the prediction for the first group at log(answers) = `at`, and half the width of its interval. Groups
-    have their own intercepts; slope and variance are common."""
+    have their own intercepts, but a common slope and variance."""
     slope = max(sum(one.covariance for one in groups) / sum(one.spread for one in groups), 0.0)
     freedom = sum(one.num_workloads for one in groups) - 1 - len(groups)
     variance = sum(one.errors(slope) for one in groups) / freedom
@@ -154,9 +153,9 @@ def student(freedom: int, level: float = LEVEL) -> float:
 
 
 def growth() -> tuple[float, float, float]:
-    """Returns how the number of accepted drafts per round grows with the number of answers, as (least, median, largest)
-    exponent of the published workloads. An exponent e means that accepted drafts are proportional to answers ** e. Only
-    workloads with trainings on clearly different numbers of answers are used."""
+    """Returns how accepted drafts per round grow with the number of answers, as (least, median, largest) exponent of
+    the published workloads. An exponent e means that accepted drafts are proportional to answers ** e. Only workloads
+    with trainings on clearly different numbers of answers are used."""
     exponents = []
     for _, group in groupby(sorted(TRAININGS, key=_workload), _workload):
         rows = sorted(group, key=lambda row: row.answers)
@@ -173,7 +172,7 @@ def _workload(row: Training) -> tuple[str, str]:
 @dataclass(frozen=True, slots=True)
 class OwnRun:
     """A finished training by the user: its folder, number of answers and measured acceptance length. `at` predicts from
-    these the acceptance length of a training on another number of answers."""
+    these."""
 
     folder: Path
     answers: int
@@ -195,9 +194,9 @@ class OwnRun:
 def find_run(run: str | None, target: str) -> OwnRun | None:
     """Returns the result of a training that the user ran, with its measured acceptance length.
 
-    `run`: the run's folder. If `run` is None, returns the newest run in runs/ with a measured acceptance length for
-    this target, or None if there is no such run; damaged runs are skipped and logged. If `run` is the text "none",
-    returns None. Raises ConfigError if a given folder has no result for this target."""
+    `run`: the run's folder, or "none" for no result. If it is None, returns the newest run in runs/ with a measured
+    acceptance length for this target, or None; damaged runs are skipped and logged. Raises ConfigError if a given
+    folder has no result for this target."""
     if run == "none":
         return None
     if run is not None:
@@ -244,8 +243,8 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _evaluated(evaluation: dict[str, Any]) -> tuple[Expected, str] | None:
-    """Returns the greedy acceptance length of the smallest batch in evaluation.json, over its prompt sets: the mean,
-    and the hull of their intervals."""
+    """Returns the greedy acceptance length of the smallest batch in evaluation.json: the mean over its prompt sets, and
+    the hull of their intervals."""
     rows = [
         row
         for row in evaluation.get("results") or ()
