@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 def train(config: TrainConfig, *, progress: Progress | None = None) -> TrainResult:
     """Trains a drafter for the model `config.target`: the target answers prompts, the drafter learns from the target's
-    hidden states, and the engine measures the finished drafter on held-out prompts. Returns the drafter's folder and
-    its results. A second call with the same `config.out` resumes the run. Raises subclasses of PacelineError, such as
-    ConfigError, PromptError and TrainingError."""
+    hidden states, and the engine measures the finished drafter on held-out prompts. A second call with the same
+    `config.out` resumes the run. Raises subclasses of PacelineError, such as ConfigError, PromptError and
+    TrainingError."""
     from paceline.train.run import run
 
     return run(config, progress or Progress())
 
 
 def regenerate(config: RegenerateConfig, *, progress: Progress | None = None) -> Regenerated:
-    """Has the target answer prompts and writes the answers to the folder `config.out`; answers that are already there
-    are not generated again. Returns counts. Raises ConfigError if the folder holds a run with other settings or is in
-    use by another run, PromptError for unreadable or unusable prompts, CacheError for disk errors, NumericsError if the
-    model fails on a prompt."""
+    """Has the target answer prompts and writes the answers to the folder `config.out`; existing answers are not
+    generated again. Returns counts. Raises ConfigError if the folder holds a run with other settings or is in use by
+    another run, PromptError for unreadable or unusable prompts, CacheError for disk errors, NumericsError if the model
+    fails on a prompt."""
     from paceline.train.answers.on_ray import run
 
     return run(config, progress or Progress())

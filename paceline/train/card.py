@@ -1,7 +1,7 @@
 """Writes the model card (README.md) of a finished drafter and uploads the drafter to the Hugging Face hub.
 
 The card contains only facts read from the run's folder and from the target's file. `push` uploads the drafter's folder
-unchanged, to a private repository unless the caller asks for a public one.
+unchanged, to a private repository by default.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CHUNK = 1 << 22
 
 def target_hash(name: str) -> str:
     """Returns "sha256:..." of the target's weights: of its GGUF file, or of all its safetensors files, ordered by name.
-    Above 4 GB, only the names and sizes of all files and the first 4 GB of their contents are hashed. For an adapter,
-    returns the hashes of the adapter and of its base model. Raises ModelNotFoundError, ModelFileError, DownloadError or
-    CacheError if the target cannot be found or read."""
+    Above 4 GB, only the names and sizes of all files and the first 4 GB are hashed. For an adapter, returns the hashes
+    of the adapter and of its base model. Raises ModelNotFoundError, ModelFileError, DownloadError or CacheError if the
+    target cannot be found or read."""
     if name in BUILTINS:
         return f"sha256:{BUILTINS[name].gguf_sha256}"
     path = resolve(name)
@@ -54,10 +54,8 @@ def target_hash(name: str) -> str:
 
 
 def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> Path:
-    """Writes the drafter's model card, README.md, into its folder `drafter`; returns the file's path. `figures`:
-    results of the training: numbers of steps, blocks and prompts, eal (expected acceptance length), loss. `served`: the
-    results on held-out prompts in the engine (contents of heldout.json), such as tokens_per_round and speedup. Raises
-    CacheError for disk errors."""
+    """Writes `card_text` to README.md in the drafter's folder; returns the file's path. Raises CacheError for disk
+    errors."""
     file = drafter / "README.md"
     write_whole(file, card_text(config, drafter, figures, served))
     return file
@@ -247,8 +245,8 @@ def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:
 
 def push(drafter: Path, repo: str, *, is_public: bool = False) -> str:
     """Uploads the drafter's folder to a hub repository, which is created if needed, private unless `is_public`; returns
-    the repository's URL. Raises ConfigError for an invalid repository name, DownloadError if the hub refuses or cannot
-    be reached."""
+    its URL. Raises ConfigError for an invalid repository name, DownloadError if the hub refuses or cannot be
+    reached."""
     import huggingface_hub
     from huggingface_hub import errors
 

@@ -70,8 +70,8 @@ class AnswerConfig:
             SamplingParams(temperature=temperature, seed=self.seed)
 
     def template_variables(self) -> dict[str, Any]:
-        """Returns the chat template's variables, name -> value; a value that is not JSON is used as text. Raises
-        ConfigError for a variable without a name or value."""
+        """Returns the chat template's variables, name -> value; a value that is not JSON is text. Raises ConfigError
+        for a variable without a name or value."""
         variables: dict[str, Any] = {}
         for variable in self.variables:
             name, sign, text = variable.partition("=")
@@ -127,8 +127,8 @@ class PromptsConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """Settings of a server, or of Ray workers, that run the target instead of this machine. The environment variable
-    PACELINE_REMOTE_KEY holds the server's API key."""
+    """Settings of a server, or of Ray workers, that run the target. PACELINE_REMOTE_KEY in the environment is the
+    server's API key."""
 
     answers_from: str | None = None
     """Address of an OpenAI-compatible server of the target that writes the answers [default: this machine does]."""

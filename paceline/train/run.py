@@ -77,12 +77,10 @@ class TrainResult:
     steps: int
     blocks: int
     eal: float | None
-    """Latest expected acceptance length: on held-out documents if there are any, else on the documents of the last
-    step."""
+    """Latest expected acceptance length, on held-out documents or, without any, on the documents of the last step."""
     loss: float | None
     heldout: dict[str, float] = field(default_factory=dict)
-    """Acceptance length of held-out prompts served by the real engine. With several processes, only the first one
-    serves."""
+    """Acceptance length of held-out prompts in the real engine; only in the first process."""
 
 
 def run(config: TrainConfig, progress: Progress) -> TrainResult:
@@ -191,7 +189,7 @@ class _Stages:
             self.progress.say(f"the drafter is at {push(result.drafter, hub, is_public=self.config.public)}")
 
     def _corpus(self, answers: list[Tagged], kept_out: Path | None) -> Corpus:
-        """Returns the documents to learn from and those held out; with streamed features, the former stay on disk."""
+        """Returns the documents to learn from and those held out. With streamed features, the former stay on disk."""
         config, share = self.config, 0.0 if kept_out else self.config.heldout_share
         options = (answers, longest_of(config), share, MAX_HELDOUT, MIN_HELDOUT, config.prompting.strict)
         if config.features == "streamed":
@@ -280,7 +278,7 @@ class _Stages:
         return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **rates)
 
     def _vocabulary(self, corpus: Corpus, target: Target, draft_ids: Tensor | None) -> Vocabulary:
-        """Returns the finished drafter's vocabulary: the tokens that are given, or those of the drafter in `init`."""
+        """Returns the finished drafter's vocabulary: the given tokens, or those of the drafter in `init`."""
         if draft_ids is not None:
             return Vocabulary(draft_ids)
         return continued_vocabulary(init_folder(self.config.init, self.config.target.model), corpus, target)

@@ -33,8 +33,8 @@ LEFT_OUT = {"given"}
 
 
 def write_run_file(config: TrainConfig) -> Path:
-    """Writes run.yaml, which holds all settings of `config`, into the run's folder `config.out`; returns its path.
-    Raises CacheError for disk errors."""
+    """Writes all settings of `config` to run.yaml in the run's folder; returns its path. Raises CacheError for disk
+    errors."""
     import yaml
 
     head = "# A whole run; paceline train --config FILE --out FOLDER does the same again.\n"
@@ -44,9 +44,8 @@ def write_run_file(config: TrainConfig) -> Path:
 
 
 def as_tree(config: TrainConfig) -> dict[str, Any]:
-    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types. If
-    `config.init` is set, `shape.block_size` is included only if the user gave it; without it, the drafter in `init`
-    keeps its block size."""
+    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types. With
+    `config.init`, `shape.block_size` is included only if the user gave it: the drafter in `init` keeps its own."""
     tree = _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
     if config.init is not None and not config.is_given("shape.block_size"):
         del tree["shape"]["block_size"]
@@ -61,25 +60,25 @@ def read_run_file(file: Path) -> dict[str, Any]:
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
     """Reads a YAML file of settings as nested dicts, whose keys are the fields of the dataclass `owner`. Raises
-    ConfigError if the file cannot be read, with `remedy` as advice, or for an unknown key, with the nearest known
-    key."""
+    ConfigError if the file cannot be read, with the advice `remedy`, or for an unknown key, with the nearest known
+    one."""
     tree = read_settings_file(file, remedy)
     _check_names(file, (owner, owner), tree, "")
     return tree
 
 
 def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainConfig:
-    """Returns the TrainConfig with the values of `tree`, nested dicts as from `read_run_file`. All fields in the tree
-    count as given by the user. `source`: the tree's file, for error messages. Raises ConfigError for a value of a wrong
-    type or out of its range."""
+    """Returns the TrainConfig with the values of `tree`, nested dicts as from `read_run_file`. Its fields count as
+    given by the user. `source`: the tree's file, for error messages. Raises ConfigError for a value of a wrong type or
+    out of its range."""
     config = settings_of(TrainConfig, tree, source, "see paceline train --help")
     return dataclasses.replace(config, given=tuple(leaves(tree)))
 
 
 def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str, prefix: str = "") -> Any:
     """Returns an instance of the dataclass `owner` with the values of `tree`, nested dicts as from `read_settings`.
-    Raises ConfigError for a value of a wrong type. Its message names `source`, the tree's file, and the field after
-    `prefix`; it ends with the advice `remedy`."""
+    Raises ConfigError for a value of a wrong type; the message names `source`, the tree's file, and the field after
+    `prefix`, and ends with `remedy`."""
     values = {}
     for name, hint in _fields(owner).items():
         if name not in tree:
@@ -108,8 +107,7 @@ def overlaid(tree: Mapping[str, Any], config: TrainConfig, names: set[str]) -> d
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the full names of the values in a tree (nested dicts), such as shape.num_layers. `prefix`: put before each
-    name."""
+    """Yields the full names of the values in a tree (nested dicts), such as shape.num_layers, each after `prefix`."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
@@ -118,9 +116,8 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def with_given(config: TrainConfig) -> TrainConfig:
-    """Returns the config with its field `given` filled in: the names of the fields that the user set. If `given` is
-    None, all fields that differ from their defaults count as set by the user. Call this before a plan changes fields:
-    the plan's values would otherwise count too."""
+    """Returns the config with its field `given` filled in. If it is None, all fields that differ from their defaults
+    count as set by the user. Call this before a plan changes fields: the plan's values would otherwise count too."""
     if config.given is not None:
         return config
     return dataclasses.replace(config, given=tuple(filter(config.is_given, _every_name(TrainConfig))))
@@ -138,8 +135,8 @@ def value_of(config: Any, name: str) -> Any:
 
 
 def with_defaults(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """Returns the config with the fields in `values` (such as shape.num_layers) set to these values, except those
-    fields that the user gave."""
+    """Returns the config with the fields in `values` (such as shape.num_layers) set, except those that the user
+    gave."""
     for name, value in values.items():
         if not config.is_given(name):
             config = with_value(config, name, value)
@@ -191,7 +188,7 @@ def _check_names(file: Path, within: tuple[type, type], tree: Mapping[Any, Any],
 
 
 def _nearest(within: tuple[type, type], name: str, prefix: str) -> str:
-    """Returns a hint with the nearest known name, preferring the same part; an option's name (layers) finds its
+    """Returns a hint with the nearest known name, preferably of the same part. An option's name (layers) finds its
     field."""
     owner, whole = within
     word, every = name.replace("-", "_"), {full.rpartition(".")[2]: full for full in _every_name(whole)}
@@ -207,8 +204,7 @@ _WRONG = object()
 
 
 def _value(hint: Any, value: Any) -> Any:
-    """Converts a value to its field's type: lists to tuples, text to paths. Returns `_WRONG` for a value of another
-    type."""
+    """Converts a value to its field's type: lists to tuples, text to paths. Returns `_WRONG` for another type."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _value(parts[0], value)

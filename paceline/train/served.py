@@ -1,9 +1,9 @@
 """Serves held-out prompts in the real engine, during training and at its end, and compares with teacher forcing.
 
 The training loop's figures are optimistic: they weigh all positions of a text equally, while served rounds begin where
-a draft was rejected. `walked` evaluates the training's teacher-forced blocks only where the engine would begin a round:
-at an anchor, then at the first token that would have been rejected. The result must agree with the served acceptance
-length (`AGREE`); otherwise training and serving compute different things.
+a draft was rejected. `walked` evaluates the training's teacher-forced blocks only where the engine would begin a round.
+Its result must agree with the served acceptance length (`AGREE`); otherwise training and serving compute different
+things.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ TIMED, TIMED_TOKENS = 4, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutFigures(Rounds):
-    """Acceptance, token counts and sample answers of held-out prompts that the engine answered with a drafter. The
-    training loop's acceptance differs from this: it is teacher-forced, so every block is anchored in the stored
-    answer."""
+    """Acceptance, token counts and sample answers of held-out prompts that the engine answered with a drafter."""
 
     num_prompts: int
     num_tokens: int
@@ -111,8 +109,8 @@ def heldout_server(
     target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, own: Vocabulary
 ) -> Callable[[dict[str, Tensor]], float]:
     """Returns a function: weights -> acceptance length in the real engine, which answers the prompts of `documents`
-    with at most `max_tokens` tokens each. The function rounds the weights to bfloat16, as in the finished drafter; its
-    first call loads the target a second time. `raw`: the drafter's config.json; `own`: its draft vocabulary."""
+    with at most `max_tokens` tokens each. It rounds the weights to bfloat16; its first call loads the target a second
+    time. `raw`: the drafter's config.json; `own`: its draft vocabulary."""
     load = functools.cache(partial(_loaded, target, documents, max_tokens))
 
     def served(weights: dict[str, Tensor]) -> float:
@@ -129,21 +127,19 @@ def _loaded(target: EngineConfig, documents: list[Document], max_tokens: int) ->
 
 
 def length_for(target: EngineConfig, documents: Sequence[Document], max_tokens: int) -> int:
-    """Returns the cache length that answers to the documents' prompts need, in tokens: the longest prompt and
-    `max_tokens`, but not more than the target's context."""
+    """Returns the cache length, in tokens, for answers to the documents' prompts: the longest prompt and `max_tokens`,
+    but not more than the target's context."""
     longest = max(document.answer_start for document in documents) + max_tokens
     return min(longest, load_config(resolve(target.model)).max_position)
 
 
 def params_for(llm: LLM, prompt: Sequence[int], max_tokens: int) -> SamplingParams:
-    """Returns sampling parameters for a greedy answer of at most `max_tokens` tokens, fewer if the cache has less room
-    left."""
+    """Returns sampling parameters for a greedy answer of at most `max_tokens` tokens, fewer if the cache lacks room."""
     return SamplingParams(max_tokens=max(1, min(max_tokens, llm.target.cache.max_len - len(prompt))))
 
 
 def has_room(target: Target) -> bool:
-    """Returns True if the device has enough free memory to load the target a second time. Measuring acceptance in the
-    engine during training needs this."""
+    """Returns True if the device has enough free memory to load the target a second time, to serve during training."""
     needed = 4 * target.hidden_size * (target.vocab_size + 16 * target.num_layers * target.hidden_size)
     free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else free_bytes()
     return free is None or needed < 0.5 * free
@@ -151,10 +147,9 @@ def has_room(target: Target) -> bool:
 
 @torch.no_grad()
 def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> float:
-    """Returns the acceptance length of the drafter over existing answers, by teacher forcing: blocks are drafted inside
-    the answers, and a draft is accepted if it equals the answer's token. The first block begins at the answer's first
-    token. Each later one begins where the engine's next round would: after the accepted drafts of the block before it,
-    and one more token."""
+    """Returns the acceptance length of the drafter over existing answers, by teacher forcing: a draft is accepted if it
+    equals the answer's token. The first block begins at the answer's first token. Each later one begins where the
+    engine's next round would: after the accepted drafts of the block before it, and one more token."""
     config = drafter.config
     documents = [answer for answer in answers if answer.num_anchors > 0]
     float_network = network_of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})
@@ -173,8 +168,8 @@ def accepted_at(
     drafter: DFlashTrainable, packer: Packer, head: Head, embedding_VD: Tensor, number: int
 ) -> NDArray[np.int64]:
     """Returns, for each of P positions in an answer, the number of accepted drafts of a block that begins there, [P]. A
-    draft is accepted if it equals the answer's token. `number`: document number in `packer`, whose answer is used.
-    `head`: the LM head; embedding_VD: the target's embedding matrix."""
+    draft is accepted if it equals the answer's token. `number`: the answer's document in `packer`. `head`: the LM head;
+    embedding_VD: the target's embedding matrix."""
     document = packer.documents[number]
     places = np.arange(document.answer_start, len(document) - 1)
     accepted = [np.zeros(0, dtype=np.int64)]
@@ -186,9 +181,9 @@ def accepted_at(
 
 
 def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the indices of the answer positions where decoding rounds begin, ascending from 0. Each round begins
-    after the accepted drafts of the previous one and one more token. accepted_P [P]: for each position, the number of
-    accepted drafts of a round that would begin there."""
+    """Returns the indices of the answer positions where decoding rounds begin, ascending from 0. Each begins after the
+    accepted drafts of the previous one and one more token. accepted_P [P]: accepted drafts of a round that would begin
+    at each position."""
     starts, at = [], 0
     while at < len(accepted_P):
         starts.append(at)
@@ -204,8 +199,7 @@ def final_figures(target: EngineConfig, folder: Path, documents: list[Document],
     - "teacher_forced": acceptance length by teacher forcing on the answers to these 8 prompts; only for DFlash;
     - "plain_tokens_per_s", "drafted_tokens_per_s": speed of one stream without and with the drafter;
     - "speedup": ratio of these speeds; None if it is unreliable, with the reason in "doubt";
-    - "default_drafter": acceptance length and speed of the drafter that ships for the target, if it is on this
-    machine."""
+    - "default_drafter": acceptance length and speed of the drafter that ships for the target, if it is here."""
     drafter, llm = read_trained(folder), _loaded(target, documents, max_tokens)
     figures, answers = serve_heldout(llm, drafter, documents, max_tokens)
     report = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}
@@ -224,9 +218,9 @@ def final_figures(target: EngineConfig, folder: Path, documents: list[Document],
 
 
 def agreement(figures: dict[str, Any]) -> str | None:
-    """Returns a line that compares two acceptance lengths of the same answers, by teacher forcing and in the engine.
-    The line is a warning if they differ by more than `AGREE` (3%). Returns None if one of them was not measured.
-    `figures`: the contents of heldout.json."""
+    """Returns a line that compares the acceptance lengths of the same answers by teacher forcing and in the engine, or
+    None if one was not measured. It is a warning if they differ by more than `AGREE` (3%). `figures`: contents of
+    heldout.json."""
     forced, served = figures.get("teacher_forced"), figures.get("served_of_walked")
     if not forced or not served:
         return None
@@ -250,7 +244,6 @@ class _Timed(NamedTuple):
 
 
 def _timed(llm: LLM, drafter: str | Drafter, documents: list[Document], max_tokens: int) -> _Timed:
-    """Times a few prompts, one after another."""
     llm.use_drafter(drafter)
     answers, seconds = [], 0.0
     for document in documents[:TIMED]:

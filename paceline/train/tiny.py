@@ -1,5 +1,6 @@
-"""Writes a tiny random target to disk: byte tokens, a chat template, weights from a fixed seed. `paceline train --scale
-tiny` uses it to run every stage in seconds; its answers are meaningless."""
+"""Writes a tiny random target to disk: byte tokens, a chat template, weights from a fixed seed. With it, `paceline
+train --scale tiny` runs every stage in seconds; its answers are meaningless.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +28,8 @@ TINY = {
 
 def at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     """Returns the config of a run with --scale tiny: its target is a random tiny model, and every setting that the user
-    did not give is small. Returns other configs unchanged. The first of the processes `ranks` writes the tiny model to
-    `config.out`. If the config names neither prompts nor answers, it also writes prompts there, and the run uses
-    them."""
+    did not give is small. Other configs are returned unchanged. The first of the processes `ranks` writes the model to
+    `config.out`, and also prompts if the config names neither prompts nor answers."""
     if config.scale == "default":
         return config
     folder, file = config.out / "target", config.out / "prompts.jsonl"
@@ -47,7 +47,7 @@ def at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 
 def write_tiny_target(folder: Path) -> Path:
     """Writes a tiny language model with random weights and a byte tokenizer to `folder`, unless it exists; returns the
-    folder. All stages of a training can load it. Raises CacheError for disk errors."""
+    folder. Raises CacheError for disk errors."""
     if (folder / "model.safetensors").is_file():
         return folder
     with reraised(CacheError, f"cannot write the tiny target to {folder}", "choose another --out", OSError):
