@@ -38,6 +38,7 @@ from paceline.report.tables import Progress
 from paceline.runs.folder import write_whole
 from paceline.serve.settings import TraceConfig
 from paceline.train import regenerate
+from paceline.train.answers import conversation
 from paceline.train.answers import regenerate as regenerate_run
 from paceline.train.config import AnswerConfig, PromptsConfig, RegenerateConfig
 from paceline.train.features.hidden_states import OnlineFeatures
@@ -176,7 +177,7 @@ def span(number: int) -> str:
 
 def test_regenerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regenerate_run, "_load", lambda engine: fake_llm(Talker(max_len=engine.max_len)))
-    monkeypatch.setattr(regenerate_run, "CONVERSATIONS_PER_SHARD", 2)
+    monkeypatch.setattr(conversation, "CONVERSATIONS_PER_SHARD", 2)
     home, questions = tmp_path / "home", tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"prompt": f"Question {number}?"}) + "\n" for number in range(5)))
     answering = AnswerConfig(max_tokens=10, max_prompt_tokens=60)

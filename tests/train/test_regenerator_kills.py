@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import CacheError, NumericsError, PromptError
-from paceline.train.answers import regenerate as module
+from paceline.train.answers import conversation as module
 from paceline.train.answers.regenerate import Regenerator
 from paceline.train.config import AnswerConfig
 

@@ -1,16 +1,21 @@
-"""Data classes of `regenerate.py`: a conversation in progress, and the results of one process."""
+"""A conversation in progress, answers that wait for a shard, and the counts of one process, for `regenerate.py`."""
 
 from __future__ import annotations
 
+import time
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.data.answers import Answer
+from paceline.data.answers import Answer, Kept
 from paceline.data.prompts import Message, Prompt
 from paceline.data.rows import Dropped
 from paceline.train.config import AnswerConfig
 from paceline.types import SamplingParams
+
+CONVERSATIONS_PER_SHARD = 128
+WRITE_EVERY_S = 60.0
+"""Seconds after which a shard is written even if it has few conversations."""
 
 
 @dataclass(slots=True)
@@ -59,6 +64,28 @@ class Regenerated:
     """Conversations that ended early: an answer was incomplete, or the next prompt was too long or refused."""
     lost: dict[str, int] = field(default_factory=dict)
     """Reason -> number of a remote server's answers that were left out because their tokens are unknown."""
+
+
+class ShardBuffer:
+    """Collects the answers of finished conversations, and writes many of them at a time to `shards`."""
+
+    def __init__(self, shards: Kept) -> None:
+        self._shards, self.answers = shards, list[Answer]()
+        self._num_conversations, self._written_s = 0, time.monotonic()
+
+    def add(self, conversation: list[Answer]) -> None:
+        self.answers += conversation
+        self._num_conversations += 1
+
+    def write_if_due(self) -> None:
+        is_old = time.monotonic() - self._written_s > WRITE_EVERY_S
+        if is_old or self._num_conversations >= CONVERSATIONS_PER_SHARD:
+            self.write()
+
+    def write(self) -> None:
+        if self.answers:
+            self._shards.write(self.answers)
+        self.answers, self._num_conversations, self._written_s = [], 0, time.monotonic()
 
 
 def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str, tuple[Prompt, float]]:

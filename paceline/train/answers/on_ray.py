@@ -23,8 +23,8 @@ from paceline.model.backends import settle
 from paceline.report.tables import Advance, Progress
 from paceline.runs.ranks import Ranks
 from paceline.train.answers import regenerate as regenerate_run
-from paceline.train.answers.conversation import Regenerated, conversations_of
-from paceline.train.answers.regenerate import Regenerator, ShardBuffer, engine_for, prepared
+from paceline.train.answers.conversation import Regenerated, ShardBuffer, conversations_of
+from paceline.train.answers.regenerate import Regenerator, engine_for, prepared
 from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.processes.ray_cluster import Work, connected, distributed
 

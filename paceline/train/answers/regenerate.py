@@ -36,7 +36,7 @@ from paceline.report.tables import Progress, ignore
 from paceline.runs.folder import RunFolder, plain
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
-from paceline.train.answers.conversation import Conversation, Regenerated, conversations_of
+from paceline.train.answers.conversation import Conversation, Regenerated, ShardBuffer, conversations_of
 from paceline.train.answers.mixture import read_mixture
 from paceline.train.answers.prompt_tokens import PromptEncoder, TokenizerOnly, check_template
 from paceline.train.answers.remote_target import ChatRequest, LostAnswer, RemoteLLM, remote_target_of
@@ -47,11 +47,8 @@ from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.documents.dataset import check_answers
 from paceline.types import SamplingParams, Sequence
 
-CONVERSATIONS_PER_SHARD = 128
 IN_FLIGHT_PER_ROW = 2
 """Requests submitted to the engine per cache row (place for one sequence), so that a free row is reused immediately."""
-WRITE_EVERY_S = 60.0
-"""Seconds after which a shard is written even if it has few conversations."""
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
@@ -229,28 +226,6 @@ def _report(
     for is_so, note in notes:
         if is_so:
             progress.say(own + note)
-
-
-class ShardBuffer:
-    """Collects the answers of finished conversations, and writes many of them at a time to `shards`."""
-
-    def __init__(self, shards: Kept) -> None:
-        self._shards, self.answers = shards, list[Answer]()
-        self._num_conversations, self._written_s = 0, time.monotonic()
-
-    def add(self, conversation: list[Answer]) -> None:
-        self.answers += conversation
-        self._num_conversations += 1
-
-    def write_if_due(self) -> None:
-        is_old = time.monotonic() - self._written_s > WRITE_EVERY_S
-        if is_old or self._num_conversations >= CONVERSATIONS_PER_SHARD:
-            self.write()
-
-    def write(self) -> None:
-        if self.answers:
-            self._shards.write(self.answers)
-        self.answers, self._num_conversations, self._written_s = [], 0, time.monotonic()
 
 
 class Regenerator:
