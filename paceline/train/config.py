@@ -58,14 +58,9 @@ class AnswerConfig:
         check(self)
         self.template_variables()
         distinct = {f"{temperature:g}" for temperature in self.temperatures}
-        refuse(
-            ConfigError,
-            (not self.temperatures, "give at least one temperature"),
-            (
-                len(distinct) < len(self.temperatures),
-                f"temperatures must differ from each other, unlike {self.temperatures}",
-            ),
-        )
+        is_repeated = len(distinct) < len(self.temperatures)
+        repeated = f"temperatures must differ from each other, unlike {self.temperatures}"
+        refuse(ConfigError, (not self.temperatures, "give at least one temperature"), (is_repeated, repeated))
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
 
@@ -76,9 +71,8 @@ class AnswerConfig:
         for variable in self.variables:
             name, sign, text = variable.partition("=")
             if not sign or not name.isidentifier():
-                raise ConfigError(
-                    f"variables: {variable!r} has no value, write NAME=VALUE, as in enable_thinking=false"
-                )
+                example = "write NAME=VALUE, as in enable_thinking=false"
+                raise ConfigError(f"variables: {variable!r} has no value, {example}")
             try:
                 variables[name] = json.loads(text)
             except ValueError:
@@ -154,9 +148,8 @@ class RemoteConfig:
         for name in ("answers_from", "features_from"):
             has_both = self.ray is not None and getattr(self, name) is not None
             refuse(ConfigError, (has_both, f"ray and {name} both say who runs the target: leave one out"))
-        refuse(
-            ConfigError, (self.ray_workers is not None and self.ray is None, "ray_workers needs ray: give its address")
-        )
+        is_apart = self.ray_workers is not None and self.ray is None
+        refuse(ConfigError, (is_apart, "ray_workers needs ray: give its address"))
 
     @property
     def answers_at(self) -> str | None:
@@ -394,11 +387,8 @@ class TrainConfig:
         keeper = "ray" if self.remote.ray is not None else "shared_features" if self.shared_features else ""
         states = "keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
         is_apart = bool(self.prompting.tags) and not (self.prompting.prompts or self.answers)
-        refuse(
-            ConfigError,
-            (bool(keeper) and not is_stored, f"{keeper} {states}"),
-            (is_apart, "--tag needs --prompts or --answers: traces"),
-        )
+        needs = "--tag needs --prompts or --answers: traces"
+        refuse(ConfigError, (bool(keeper) and not is_stored, f"{keeper} {states}"), (is_apart, needs))
 
     def is_given(self, name: str) -> bool:
         """Returns True if the user gave the field `name`, such as "shape.num_layers"."""

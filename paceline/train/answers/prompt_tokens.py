@@ -70,7 +70,7 @@ class PromptEncoder:
         return self.encode(prompt, self.messages_of(prompt))
 
     def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        """Returns the token ids of the conversation `messages`, with the tools of `prompt` or, if it has none, those of
+        """Returns the token ids of the conversation `messages`, with the tools of `prompt` or, without any, those of
         the config. A prompt that is given as token ids is returned unchanged. With `raw`, only the prompt's text is
         encoded. Raises RowError if the chat template rejects the messages, or for a token id that the target does not
         have."""

@@ -81,7 +81,7 @@ class Corpus:
         return len({document.prompt for document in self.train})
 
     def told(self) -> str:
-        """Returns a text with the numbers of documents left out or truncated, by reason; empty if there are none."""
+        """Returns a text with the numbers of documents left out or truncated, by reason; empty if no document was."""
         counts = (
             (self.num_loops_cut, "cut where they repeat themselves"),
             (self.num_cut, "cut at the longest document (max_len)"),

@@ -144,13 +144,9 @@ class RemoteFeatures:
     def _extracted(self, tokens: list[int]) -> dict[str, Tensor]:
         body = {"model": self._name, "prompt": tokens, "max_tokens": 1, "temperature": 0}
         response = self._client.json("POST", "/v1/completions", body)
-        with reraised(
-            ConfigError,
-            f"{self._client.url} tells no path of hidden states",
-            "start vLLM with the connector of paceline.interop.hidden_states, see docs/how-to/many-machines.md",
-            KeyError,
-            TypeError,
-        ):
+        what = f"{self._client.url} tells no path of hidden states"
+        remedy = "start vLLM with the connector of paceline.interop.hidden_states, see docs/how-to/many-machines.md"
+        with reraised(ConfigError, what, remedy, KeyError, TypeError):
             name = Path(response["kv_transfer_params"]["hidden_states_path"]).name
         assert self._folder is not None
         return self._read(self._folder / name, len(tokens))

@@ -267,9 +267,8 @@ def _extended(
     if shape.kind == "dflash2":
         raw, kind = as_dflash2(raw, rank=shape.selector_rank), DFlash2Network
         # The group size of published drafters, or the largest divisor of the hidden size in it.
-        raw["dflash_config"]["conv_group_size"] = gcd(
-            raw["dflash_config"]["conv_group_size"], body.config.shape.hidden_size
-        )
+        group = raw["dflash_config"]["conv_group_size"]
+        raw["dflash_config"]["conv_group_size"] = gcd(group, body.config.shape.hidden_size)
     elif body.config.second:
         raise ConfigError("--drafter-kind dspark: a DFlash 2 drafter cannot become one: give --init a DFlash drafter")
     else:

@@ -89,13 +89,8 @@ class Trainer:
         self.heldout_head, self.wait = heldout_head or head, wait
         self.device = embedding_VD.device
         self.corpus, self.state = corpus, _State()
-        self.planner = StepPlanner(
-            corpus.train,
-            blocks_per_step=config.blocks_per_step,
-            anchors=config.anchors,
-            block_size=drafter.block_size,
-            seed=config.seed,
-        )
+        sizes = {"blocks_per_step": config.blocks_per_step, "anchors": config.anchors, "block_size": drafter.block_size}
+        self.planner = StepPlanner(corpus.train, **sizes, seed=config.seed)
         window = getattr(drafter, "context_window", None)
         self.budget = PackBudget(config.blocks_per_pack, config.tokens_per_pack, drafter.block_size, window)
         self.packer = Packer(drafter.block_size, corpus.train, features, self.device, window)
@@ -160,7 +155,7 @@ class Trainer:
         - `should_stop`: called after every step; if it returns True in one process, all save a checkpoint and
           return."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
-        last_saved = time.monotonic()
+        last_saved, most_s = time.monotonic(), 60 * self.config.checkpoint_minutes
         while self.share_done < 1.0:
             figures = self._step()
             is_last = self.share_done >= 1.0
@@ -169,11 +164,7 @@ class Trainer:
                 self._keep_best(figures, is_last)
             on_step(figures)
             is_stopped = not is_last and self.parallel.most(float(should_stop())) > 0
-            if (
-                is_last
-                or is_stopped
-                or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes
-            ):
+            if is_last or is_stopped or self.parallel.most(time.monotonic() - last_saved) > most_s:
                 self.save()
                 last_saved = time.monotonic()
             if is_stopped:
@@ -302,9 +293,8 @@ class Trainer:
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
-            _, measured = self.pack_loss(
-                packer.pack(piece.chosen), self.heldout_head, 1.0, is_measured=piece.weight > 0
-            )
+            is_measured = piece.weight > 0
+            _, measured = self.pack_loss(packer.pack(piece.chosen), self.heldout_head, 1.0, is_measured)
             metrics.flat += measured.flat
         return self._summed(0.0, metrics)[1].rates()
 

@@ -100,11 +100,9 @@ def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Ten
             begin_without_mean(network, mean_F)
         return scale_F
     if is_new:
-        for norm, part_F in zip(
-            network.fc_norm if config.fc_norm else [network.input_norm],
-            scale_F.chunk(config.num_taps) if config.fc_norm else [scale_F],
-            strict=True,
-        ):
+        norms = network.fc_norm if config.fc_norm else [network.input_norm]
+        parts = scale_F.chunk(config.num_taps) if config.fc_norm else [scale_F]
+        for norm, part_F in zip(norms, parts, strict=True):
             # A norm divides by the size of the whole vector; this weight multiplies it back and applies each feature's
             # scale.
             norm.weight.copy_(part_F * part_F.reciprocal().square().mean().sqrt())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]

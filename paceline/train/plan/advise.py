@@ -310,13 +310,13 @@ def _number(machine: str) -> int:
 def _decide(
     now: dict[str, float], chosen: Step, known: int | None, ideal: float, config: AdviceConfig
 ) -> tuple[str, list[str]]:
-    plain = with_interval(chosen.speedup, chosen.speedup_interval, unit="x")
+    speedup = with_interval(chosen.speedup, chosen.speedup_interval, unit="x")
+    plain = f", {speedup} plain decoding" if now["speedup"] != 1 else ""
     length = with_interval(chosen.tokens_per_round, chosen.tokens_per_round_interval)
     gain = with_interval(chosen.gain, chosen.gain_interval, unit="x")
     brings = (
-        f"{gain} the speed of what is served now, "
-        f"{_words_of_now(now)}, after {chosen.answers:,} answers and {_hours(chosen.hours)} of training "
-        f"(acceptance length {length}{f', {plain} plain decoding' if now['speedup'] != 1 else ''})"
+        f"{gain} the speed of what is served now, {_words_of_now(now)}, after {chosen.answers:,} answers and "
+        f"{_hours(chosen.hours)} of training (acceptance length {length}{plain})"
     )
     money = []
     if chosen.cost is not None and chosen.saved_per_hour is not None:
@@ -377,13 +377,12 @@ def _hours(hours: float) -> str:
 
 
 def _basis(plan: Plan, has_answers: bool, device: str | None) -> list[str]:
-    sentences = []
     written = "answers that exist are read" if has_answers else "the target writes the answers first"
-    sentences.append(
+    sentences = [
         f"Training: on {plan.machine}, {written}; {plan.parameters / 1e6:.0f} million parameters, blocks of "
         f"{plan.sizes.block_size}, drafting {plan.share_of_pass:.0%} of a pass; shares of the machine's rates as "
         "docs/tutorials/your-drafter.md has them; of GPUs only the steps were measured, on one H100."
-    )
+    ]
     memory = machine_of(device).machine.memory_bytes
     if 0 < memory < plan.memory_bytes:
         sentences.append(

@@ -65,15 +65,13 @@ def for_chains(config: TrainConfig) -> TrainConfig:
     is_eagle3 = kind == "eagle3"
     is_given = {name: getattr(shape, name) is not None for name in MEANS_NOTHING[kind]}
     num_layers = shape.num_layers if config.is_given("shape.num_layers") else 1
+    has_vocab = loop.loss.vocab is not None
     refuse(
         ConfigError,
         *((is_set, f"{name} means nothing for an {kind} drafter: leave it out") for name, is_set in is_given.items()),
         (num_layers > 1 and not is_eagle3, "num_layers above 1 is not implemented for mtp drafters: leave it out"),
         (shape.is_copied and is_eagle3, "start copied is not implemented for eagle3 drafters: leave it out"),
-        (
-            loop.loss.vocab is not None and is_eagle3,
-            "the loss vocabulary means nothing for an eagle3 drafter: give draft_vocab",
-        ),
+        (has_vocab and is_eagle3, "the loss vocabulary means nothing for an eagle3 drafter: give draft_vocab"),
         (loop.gradient_checkpointing, f"gradient_checkpointing is not implemented for {kind} drafters: leave it out"),
     )
     learning_rate = {"loop.optim.lr": MTP_RATE} if is_trained_already(shape) else {}
@@ -203,9 +201,8 @@ def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
     shape = drafter.shape
     return Sizes(
         shape.num_layers, drafter.block_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads,
-        shape.head_dim,
-        len(drafter.target_layer_ids), vocab_size if draft_ids is None else len(draft_ids), shape.hidden_size,
-        drafter.target_hidden_size,
+        shape.head_dim, len(drafter.target_layer_ids), vocab_size if draft_ids is None else len(draft_ids),
+        shape.hidden_size, drafter.target_hidden_size,
     )  # fmt: skip
 
 
@@ -297,22 +294,19 @@ def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
     continues: no autocast if the processor computes float32 faster than bfloat16."""
     if machine.is_slow_in_bfloat16:
         rates = machine.machine.flops_per_s
-        reason = (
-            f"float32 is {rates['float32'] / rates['bfloat16']:.1f} times as fast"
-            if rates.get("bfloat16")
-            else "float32 alone"
-        )
+        reason = "float32 alone"
+        if rates.get("bfloat16"):
+            reason = f"float32 is {rates['float32'] / rates['bfloat16']:.1f} times as fast"
         yield Choice("loop.autocast", False, f"this processor has no products of bfloat16: {reason}")
 
 
 def _shape_choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
     vocab, block = target.shape.vocab_size, 16 if machine.is_gpu else 8
-    if not config.is_given("shape.block_size"):
-        yield Choice(
-            "shape.block_size", block, "positions are cheap on a GPU" if machine.is_gpu else "wide passes are dear"
-        )
-    else:
+    if config.is_given("shape.block_size"):
         block = config.shape.block_size
+    else:
+        why = "positions are cheap on a GPU" if machine.is_gpu else "wide passes are dear"
+        yield Choice("shape.block_size", block, why)
     layers = (5, 4, 3, 2, 1) if machine.is_gpu else (3, 2, 1)
     whole = _of_target(target)[3]
     vocabs = [0] if vocab <= SMALL_HEAD else [min(32768, max(8192, vocab // 4 // 4096 * 4096)), 16384, 12288, 8192]

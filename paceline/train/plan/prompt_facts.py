@@ -20,7 +20,7 @@ from paceline.hub import BUILTINS, HUB_ID, cache_home
 from paceline.model.adapter import base_name, is_adapter
 from paceline.model.gguf.container import is_gguf
 from paceline.report.tables import ignore
-from paceline.train.answers.mixture import read_mixture, sources_of
+from paceline.train.answers.mixture import others_of, read_mixture, sources_of
 from paceline.train.answers.prompt_tokens import NO_TEMPLATE, PromptEncoder, TokenizerOnly
 from paceline.train.config import PromptsConfig, TrainConfig
 from paceline.train.documents.dataset import Corpus, read_documents
@@ -75,8 +75,8 @@ def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = Fa
     for name, prompts in (("held-out", config.heldout), ("ood", config.ood)):
         here = tuple(source for source in prompts if _is_here(source))
         if here:
-            others = PromptsConfig(here, config.prompting.limit, config.prompting.strict)
-            _note_dropped(f"{name} prompts: ", _examined(config, others, tokenizer, notes).dropped, notes)
+            read = _examined(config, others_of(config, here), tokenizer, notes)
+            _note_dropped(f"{name} prompts: ", read.dropped, notes)
     _note_dropped("", examined.dropped, notes)
     if examined.prompts and tokenizer is None and config.scale == "default":
         notes.append(
@@ -90,10 +90,8 @@ def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = Fa
         if address:
             notes.append(f"the {what} are of {address}: what they take there is not in these hours")
     mean = min(60.0 if examined.mean_tokens is None else examined.mean_tokens, config.answering.max_prompt_tokens)
-    unread = dict(examined.dropped.unread)
-    return Data(
-        examined.number + own, mean, bool(examined.prompts), dict(examined.dropped.counts), unread, examined.example
-    )
+    left_out, unread = dict(examined.dropped.counts), dict(examined.dropped.unread)
+    return Data(examined.number + own, mean, bool(examined.prompts), left_out, unread, examined.example)
 
 
 def _local(config: TrainConfig, notes: list[str]) -> tuple[PromptsConfig, int]:

@@ -149,7 +149,7 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
             f"only {60 * sum(hours.values()):.0f} of {config.minutes:g} minutes are used: by then each answer was "
             f"learned from {config.loop.epochs:g} times; more prompts would use them"
         )
-    disk = _disk(config, target, data, sizes)
+    has_curve = not config.shape.is_chained and config.init is None
     return Plan(
         target=target.name,
         target_source=target.source,
@@ -162,12 +162,10 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
         data=data,
         hours={**hours, "all": sum(hours.values())},
         hours_range=hours_range(config, hours) if machine.is_gpu else None,
-        disk_bytes=disk,
+        disk_bytes=_disk(config, target, data, sizes),
         memory_bytes=memory_of(config, target, sizes) + longest_of(config) * position_bytes(config, target, sizes),
         blocks=blocks,
-        expected=None
-        if config.shape.is_chained or config.init is not None
-        else expected_of(target.name, _learned(config, data, blocks)),
+        expected=expected_of(target.name, _learned(config, data, blocks)) if has_curve else None,
         notes=notes,
     )
 
@@ -203,10 +201,8 @@ def _more_answers(
         trial = with_value(with_value(config, names[0], (0.0, WARM)), names[1], samples)
         times, before_s = _epochs(trial, target, machine, data, sizes)
         if times >= LEAST_EPOCHS and before_s <= MORE_ANSWERS * 60 * config.minutes:
-            why = (
-                f"{data.prompts} answers would be learned from {epochs:.0f} times, {1 + samples} to a prompt "
-                f"{times:.0f} times"
-            )
+            why = f"{data.prompts} answers would be learned from {epochs:.0f} times, "
+            why += f"{1 + samples} to a prompt {times:.0f} times"
             return trial, dict.fromkeys(names[: 2 if samples > 1 else 1], why)
     return config, {}
 
@@ -275,11 +271,9 @@ def _steps(
     """Returns (seconds, blocks) of the steps, as limited by minutes, steps or epochs."""
     loop = config.loop
     name = "bfloat16" if loop.autocast and "bfloat16" in machine.machine.flops_per_s else "float32"
-    reached = (
-        MEASURED_STEPS
-        if machine.is_gpu and machine.is_here
-        else EFFICIENCY["gpu" if machine.is_gpu else "cpu"]["steps"]
-    )
+    reached = EFFICIENCY["gpu" if machine.is_gpu else "cpu"]["steps"]
+    if machine.is_gpu and machine.is_here:
+        reached = MEASURED_STEPS
     rate = machine.machine.flops_per_s[name] * machine.number * reached / flops_per_block(config, target, data, sizes)
     blocks = loop.epochs * _blocks_per_answer(config) * _num_answers(config, data)
     if loop.max_steps is not None:

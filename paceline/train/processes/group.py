@@ -196,9 +196,8 @@ def process_group(
     if is_gpu:
         torch.cuda.set_device(ranks.local)
     remedy = "start all of them with one torchrun, or with its variables: MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE"
-    with reraised(
-        ProcessesError, f"the {ranks.world} processes did not find each other", remedy, RuntimeError, ValueError
-    ):
+    what = f"the {ranks.world} processes did not find each other"
+    with reraised(ProcessesError, what, remedy, RuntimeError, ValueError):
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=JOIN_MINUTES)))
         liveness = Liveness(dist.PrefixStore("paceline", store), ranks, beat_s)
         try:

@@ -112,9 +112,8 @@ def connected(where: RemoteConfig) -> Iterator[ModuleType]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     options |= {"include_dashboard": False} if where.ray == LOCAL else {"address": where.ray}
     remedy = "start one (ray start --head), or give auto, HOST:PORT or local"
-    with reraised(
-        DownloadError, f"there is no Ray cluster at {where.ray}", remedy, ConnectionError, OSError, ValueError
-    ):
+    what = f"there is no Ray cluster at {where.ray}"
+    with reraised(DownloadError, what, remedy, ConnectionError, OSError, ValueError):
         ray.init(**options)
     try:
         yield ray
