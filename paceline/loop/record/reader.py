@@ -180,12 +180,7 @@ class Reader:
         return [encode_text(each, tokenizer, with_special) if isinstance(each, str) else each for each in many]
 
     def _answers(
-        self,
-        request: ChatRequest | CompletionRequest,
-        prompts: list[list[int]],
-        response: Response,
-        *,
-        has_stops: bool,
+        self, request: ChatRequest | CompletionRequest, prompts: list[list[int]], response: Response, *, has_stops: bool
     ) -> dict[int, list[int]] | None:
         """Returns the token ids of every answer by index; None if one is unknown."""
         known: dict[int, tuple[list[int], int]] = {}

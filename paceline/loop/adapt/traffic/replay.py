@@ -106,10 +106,7 @@ def run(
 
 
 def fortnight(
-    world: World,
-    policy: Policy,
-    report: Callable[[Line], Any] = lambda line: None,
-    prices: PriceConfig | None = None,
+    world: World, policy: Policy, report: Callable[[Line], Any] = lambda line: None, prices: PriceConfig | None = None
 ) -> Outcome:
     """Replays a policy hour by hour on the synthetic traffic of `world`. Trainings that it decides on are simulated,
     and change the acceptance of later hours. `report` is called with the policy's observations and decision of every
