@@ -18,7 +18,7 @@ MOST_NAMED = 12
 
 
 class Described(Protocol):
-    """Attributes and methods of a dataset store (`folder.Store`) that `card_of` needs to compute its summary."""
+    """Parts of a dataset store (`folder.Store`, whose module imports this one) that `card_of` reads."""
 
     path: Path
     model: str

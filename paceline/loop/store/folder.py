@@ -89,10 +89,8 @@ class Store:
     def open(cls, path: str | Path) -> Store:
         """Open a store. Raises ConfigError if `path` is not a store, or its format is unknown."""
         file = Path(path) / "store.json"
-        refuse(
-            ConfigError,
-            (not file.is_file(), f"{path} is no store: make one with paceline store add {path} TRACES --model M"),
-        )
+        if not file.is_file():
+            raise ConfigError(f"{path} is no store: make one with paceline store add {path} TRACES --model M")
         with reraised(ConfigError, f"{file} cannot be read", "restore it", OSError, ValueError, TypeError, KeyError):
             state = json.loads(file.read_text(encoding="utf-8"))
             if state["format"] != FORMAT:
@@ -118,9 +116,8 @@ class Store:
         Rows that `forget` deleted are missing from every version. Raises PromptError on a damaged Parquet file,
         ConfigError if versions.jsonl is damaged."""
         last = self.version if version is None else version
-        named = {
-            name for line in self.versions()[-1:] for name in line["files"]
-        }  # other files are from a killed change
+        # Other files are from a killed change.
+        named = {name for line in self.versions()[-1:] for name in line["files"]}
         for file in self.shards(side):
             if f"{side}/{file.name}" not in named:
                 continue
@@ -147,7 +144,7 @@ class Store:
         """Complete a killed change whose files and line are complete, and return its line; else revert it and return
         None."""
         lines, finished = self._version_lines(), None
-        newest, highest = max(lines, default=0), max(map(_version_of, self._all_shards()), default=0)
+        newest, highest = max(lines, default=0), max(map(_version_of, self.all_shards()), default=0)
         if newest > self.version + 1:
             raise self._mismatch(newest)
         if highest > self.version + 1:
@@ -161,7 +158,7 @@ class Store:
             self.save()
         whole = lines[self.version]["files"] if self.version else {}
         earlier = {name for number, line in lines.items() if number < self.version for name in line["files"]}
-        for file in self._all_shards():
+        for file in self.all_shards():
             name = f"{file.parent.name}/{file.name}"
             if name in earlier - whole.keys():
                 file.unlink()  # replaced by a later version
@@ -185,7 +182,7 @@ class Store:
         change that wrote them was killed."""
         return sorted((self.path / UNFINISHED).glob("*.parquet"))
 
-    def _all_shards(self) -> list[Path]:
+    def all_shards(self) -> list[Path]:
         return [file for side in SIDES for file in self.shards(side)]
 
     def _is_whole(self, line: dict[str, Any] | None) -> bool:
@@ -219,13 +216,8 @@ class Store:
         with self.changing("adding to the store") as finished:
             fresh = list(incoming.rows(paths, tags))
             stored = [(side, row) for side in SIDES for row in self.rows(side)]
-            refuse(
-                PromptError,
-                (
-                    not fresh and not stored,
-                    f"nothing in {', '.join(map(str, paths))} can be used: {incoming.left_out_text}",
-                ),
-            )
+            if not fresh and not stored:
+                raise PromptError(f"nothing in {', '.join(map(str, paths))} can be used: {incoming.left_out_text}")
             left_out, added = incoming.left_out, dict.fromkeys(SIDES, 0)
             new = self._new(stored, fresh, left_out)
             resolved = [str(path.resolve()) for path in paths]
@@ -282,9 +274,8 @@ class Store:
     def write(self, side: str, rows: Sequence[Row], version: int) -> None:
         """Write rows of a side ("train" or "evals") as Parquet files of this version, at most 2048 rows each."""
         for number, begin in enumerate(range(0, len(rows), ROWS_PER_SHARD)):
-            write_shard(
-                self.path / side / f"answers-v{version:05d}-{number:05d}.parquet", rows[begin : begin + ROWS_PER_SHARD]
-            )
+            file = self.path / side / f"answers-v{version:05d}-{number:05d}.parquet"
+            write_shard(file, rows[begin : begin + ROWS_PER_SHARD])
 
     def resplit(self, split: SplitConfig) -> dict[str, Any]:
         """Split all conversations into training and evals again, with new settings; returns the new version's line in
@@ -293,14 +284,13 @@ class Store:
         with self.changing("splitting the store") as finished:
             if finished and finished.get("split") == asdict(split):
                 return finished
-            old = [file for side in SIDES for file in self.shards(side)]
+            old = self.all_shards()
             rows = [row for side in SIDES for row in self.rows(side)]
             refuse(PromptError, (not rows, f"{self.path} is empty: add answers first"))
             _, chosen = sides([tuple(row["prompt_ids"]) for row in rows], [None] * len(rows), split)
             for side in SIDES:
-                self.write(
-                    side, [row for row, where in zip(rows, chosen, strict=True) if where == side], self.version + 1
-                )
+                of_side = [row for row, where in zip(rows, chosen, strict=True) if where == side]
+                self.write(side, of_side, self.version + 1)
             self.split = split
             return self.commit("split", {"split": asdict(split)}, old)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, PromptError, refuse
+from paceline.errors import ConfigError, PromptError
 from paceline.loop.store.folder import Store, parquet, write_shard
 from paceline.loop.store.incoming import Row, digest_of, pa, read_shard, shards_of
 from paceline.loop.store.split import SIDES
@@ -52,21 +52,19 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
     """
     pattern = pattern_of(match)
     done, tokenizer = Forgotten(), store.tokenizer()
+
+    def is_gone(digest: str | None) -> bool:
+        return bool(digest) and store.salted(digest) in store.forgotten
+
     with store.changing("forgetting"):
         rows = [row for side in SIDES for row in store.rows(side)]
         conversations = {row["conversation"] for row in rows if has(row, pattern)}
-        unfinished = {
-            row["digest"] for row in rows if store.salted(row["digest"]) in store.forgotten
-        }  # of a killed run
+        unfinished = {row["digest"] for row in rows if is_gone(row["digest"])}  # of a killed run
         gone = {row["digest"] for row in rows if row["conversation"] in conversations} | unfinished
         done.conversations, done.rows = len(conversations), len(gone)
         store.forgotten |= {store.salted(digest) for digest in gone}
         store.save()  # first: the same command completes a killed run, whose rows are gone
-
-        def is_gone(digest: str | None) -> bool:
-            return bool(digest) and store.salted(digest) in store.forgotten
-
-        for file in [file for side in SIDES for file in store.shards(side)]:
+        for file in store.all_shards():
             without(file, lambda row: is_gone(row["digest"]))
         for file in store.unfinished():
             _without_unfinished(file, is_gone, conversations, pattern)
@@ -96,9 +94,8 @@ def pattern_of(match: str) -> re.Pattern[str]:
         pattern = re.compile(match)
     except re.error as error:
         raise ConfigError(f"--match {match!r} is no regular expression ({error}): correct it") from error
-    refuse(
-        ConfigError, (bool(pattern.search("")), f"--match {match!r} matches everything: say what is to be forgotten")
-    )
+    if pattern.search(""):
+        raise ConfigError(f"--match {match!r} matches everything: say what is to be forgotten")
     return pattern
 
 
@@ -111,16 +108,14 @@ def has(row: Row, pattern: re.Pattern[str]) -> bool:
     return any(pattern.search(text) for text in texts)
 
 
-def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
-    """Rewrites a Parquet file without the rows for which `is_gone` is true, or deletes the file if no row remains.
-    Returns the number of deleted rows."""
+def without(file: Path, is_gone: Callable[[Row], bool]) -> None:
+    """Removes the rows for which `is_gone` is true from a Parquet file; deletes the file if no row remains."""
     rows = read_shard(file)
     left = [row for row in rows if not is_gone(row)]
     if not left:
         file.unlink()
     elif len(left) < len(rows):
         write_shard(file, left)
-    return len(rows) - len(left)
 
 
 def _without_unfinished(

@@ -21,18 +21,14 @@ with needing(ConfigError, "a store is Parquet, which needs pyarrow: pip install 
     from pyarrow import parquet
 
 Row = dict[str, Any]
-TRACE_COLUMNS = ("model", "tag", "ended", "sampling", "seed", "cluster")
-"""Columns of traces that a store keeps in addition to the columns of the answer format."""
 STORED = pa.schema(
     [
         *SCHEMA,
-        *(
-            (name, pa.int64() if name == "seed" else pa.timestamp("ms", "UTC") if name == "ended" else pa.string())
-            for name in TRACE_COLUMNS
-        ),
-        ("conversation", pa.string()),
-        ("prompt", pa.string()),
-        ("digest", pa.string()),
+        *((name, pa.string()) for name in ("model", "tag")),
+        ("ended", pa.timestamp("ms", "UTC")),
+        ("sampling", pa.string()),
+        ("seed", pa.int64()),
+        *((name, pa.string()) for name in ("cluster", "conversation", "prompt", "digest")),
         ("version", pa.int32()),
         *TOP,
     ]
@@ -114,10 +110,8 @@ class Incoming:
                     yield self._completed(row, file)
 
     def _completed(self, row: Row, file: Path) -> Row:
-        digest, prompt = (
-            digest_of(row["prompt_ids"], row["answer_ids"]),
-            self.tokenizer.decode(row["prompt_ids"], False),
-        )
+        digest = digest_of(row["prompt_ids"], row["answer_ids"])
+        prompt = self.tokenizer.decode(row["prompt_ids"], False)
         defaults = {"source": file.stem, "turn": 0, "finish_reason": "unknown", "key": f"{file.stem}/{digest}"}
         missing = {name: value for name, value in defaults.items() if row[name] is None}
         return {**row, **missing, "prompt": prompt, "digest": digest}
