@@ -68,11 +68,8 @@ class Exchange:
     def mark(self) -> str | None:
         """Hash (sixteen hex digits) of this request's text in its log file. By this hash, a later import recognises and
         skips requests that were imported before. None for a request from the proxy."""
-        return (
-            hashlib.blake2b(self.logged_as.encode(errors="replace"), digest_size=8).hexdigest()
-            if self.logged_as
-            else None
-        )
+        text = self.logged_as.encode(errors="replace")
+        return hashlib.blake2b(text, digest_size=8).hexdigest() if text else None
 
 
 class Body:

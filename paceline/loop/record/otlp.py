@@ -38,6 +38,8 @@ USAGE = {
 }
 """OpenAI's name of a token count -> suffixes of the span attribute gen_ai.usage.*, newest convention first."""
 FINISHED = {"tool_call": "tool_calls"}
+DAMAGED = (ValueError, RecursionError, TypeError, AttributeError, KeyError)
+"""Exceptions that reading a damaged line may raise."""
 
 
 def exchanges(path: Path) -> Iterator[Exchange]:
@@ -49,11 +51,8 @@ def exchanges(path: Path) -> Iterator[Exchange]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            where = f"{path}, line {number}"
-            caught = (ValueError, RecursionError, TypeError, AttributeError, KeyError)
-            with reraised(
-                PromptError, where, "this is no OTLP JSON of spans, an object of resourceSpans a line", *caught
-            ):
+            where, remedy = f"{path}, line {number}", "this is no OTLP JSON of spans, an object of resourceSpans a line"
+            with reraised(PromptError, where, remedy, *DAMAGED):
                 spans = list(_spans(json.loads(line)))
                 parsed = [exchange for span in spans if (exchange := _exchange(span))]
             num_spans += len(spans)

@@ -30,6 +30,7 @@ from paceline.serve.settings import ServeConfig
 OF_ONE_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
+CUT_OFF = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException)
 CONNECT_S = 10.0
 IDLE_S = 2.0
 """Seconds for which an idle upstream connection is kept. Uvicorn servers, such as vLLM's, close one after 5 s."""
@@ -71,17 +72,14 @@ class Proxy:
             return
         except ApiError as error:
             await error_response(error)(scope, receive, send)
-        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
-            log.warning(
-                "an answer was cut off: %s", error
-            )  # uvicorn closes the connection of an answer that has no end
+        except CUT_OFF as error:  # uvicorn closes the connection of an answer that has no end
+            log.warning("an answer was cut off: %s", error)
 
     def _check(self, headers: Headers) -> None:
         """Rejects ambiguous lengths and unknown hosts here, because the client's Host header is not forwarded."""
         if "transfer-encoding" in headers and "content-length" in headers:
-            raise RequestRefused(
-                "a request has either Content-Length or Transfer-Encoding: leave one out", code="invalid_http"
-            )
+            text = "a request has either Content-Length or Transfer-Encoding: leave one out"
+            raise RequestRefused(text, code="invalid_http")
         name = host_name(headers.get("host", ""))
         if self._hosts is not None and name and name not in self._hosts:
             raise ApiError.known("host_not_allowed", name=name[:100])
@@ -103,7 +101,7 @@ class Proxy:
     async def _exchange(self, scope: Scope, body: _RequestBody, send: Send, observed: Observed | None) -> None:
         try:
             response = await self._pool.handle_async_request(self._request(scope, body))
-        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
+        except CUT_OFF as error:
             log.warning("no answer from upstream: %s", error or type(error).__name__)
             raise ApiError.known("upstream_unreachable") from error
         try:

@@ -115,13 +115,11 @@ class Reader:
         for index, choice in response.choices.items():
             if answers is None and index % n:
                 continue  # the same prompt again
-            answer_ids = [] if answers is None else answers[index]
-            reason = UNKNOWN if answers is None else FINISHED[str(choice.finish_reason)]
             rounds = self._rounds(response, choice)
             yield Trace(
                 prompt_ids=prompts[index // n],
-                answer_ids=answer_ids,
-                finish_reason=reason,
+                answer_ids=[] if answers is None else answers[index],
+                finish_reason=UNKNOWN if answers is None else FINISHED[str(choice.finish_reason)],
                 mark=f"{exchange.mark}-{index}" if exchange.mark else None,
                 drafted=None if rounds is None else [each.num_drafted for each in rounds],
                 accepted=None if rounds is None else [each.num_accepted for each in rounds],
@@ -136,9 +134,8 @@ class Reader:
             return request
         # SGLang's text completions have constant defaults, whatever the model's are.
         known = {"temperature": 1.0} | ({} if response.is_sglang and not exchange.is_chat else self.defaults)
-        return request.model_copy(
-            update={name: value for name, value in known.items() if getattr(request, name) is None}
-        )
+        missing = {name: value for name, value in known.items() if getattr(request, name) is None}
+        return request.model_copy(update=missing)
 
     def _rounds(self, response: Response, choice: Choice) -> list[Round] | None:
         """Returns the rounds that the engine reports; None if it reports none, or if the report is wrong: it is then
@@ -226,11 +223,9 @@ class Reader:
 
     def _is_valid(self, ids: Any) -> bool:
         """True for a non-empty list of token ids of the model's vocabulary."""
-        return (
-            isinstance(ids, list)
-            and bool(ids)
-            and all(type(token) is int and 0 <= token < self._vocab_size for token in ids)
-        )
+        if not isinstance(ids, list) or not ids:
+            return False
+        return all(type(token) is int and 0 <= token < self._vocab_size for token in ids)
 
 
 def _num_reused(usage: dict[str, Any]) -> int | None:

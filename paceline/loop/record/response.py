@@ -38,14 +38,10 @@ class Choice:
 
     def message(self) -> dict[str, Any]:
         """Returns the answer as an assistant message in OpenAI's format, with its reasoning and tool calls."""
-        calls = [
-            {
-                "id": call["id"] or None,
-                "type": "function",
-                "function": {"name": call["name"], "arguments": call["arguments"]},
-            }
-            for _, call in sorted(self.calls.items())
-        ]
+        calls = []
+        for _, call in sorted(self.calls.items()):
+            function = {"name": call["name"], "arguments": call["arguments"]}
+            calls.append({"id": call["id"] or None, "type": "function", "function": function})
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning

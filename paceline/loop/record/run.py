@@ -109,9 +109,8 @@ def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progre
     with listen(serving) as bound:
         writer, reader = _store(config, tracing)
         host, port = bound.getsockname()[:2]
-        progress.say(
-            f"recording: ask http://{f'[{host}]' if ':' in host else host}:{port} in place of {config.upstream}"
-        )
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        progress.say(f"recording: ask {address} in place of {config.upstream}")
         progress.say(f"requests that name no temperature: {described(reader.defaults)}")
         recorder = Recorder(reader, writer)
         try:

@@ -39,18 +39,9 @@ RESPONSE = re.compile(
 BEGINS = re.compile(r"(?:Received request|Generated response) \S+?(?: \(streaming \w+\))?: |Request \S+ details: ")
 STAMP = re.compile(r"\b(?:INFO|DEBUG) (\d\d-\d\d \d\d:\d\d:\d\d) ")
 PARAMETERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "max_tokens",
-    "ignore_eos",
+    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-PARAMETERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 """Fields of SamplingParams that are read; the API's fields have the same names."""
 MAX_WAITING = 100_000
 """Limit on the number of logged requests that wait for their answers; the oldest are dropped."""
@@ -78,14 +69,8 @@ def exchanges(path: Path, tokenizer: Tokenizer) -> Iterator[Exchange]:
             line = raw.decode("utf-8", "replace")
             if not BEGINS.search(line):
                 continue
-            with reraised(
-                PromptError,
-                f"{path}, line {number}",
-                "this is no request as vLLM logs it",
-                ValueError,
-                SyntaxError,
-                IndexError,
-            ):
+            where, remedy = f"{path}, line {number}", "this is no request as vLLM logs it"
+            with reraised(PromptError, where, remedy, ValueError, SyntaxError, IndexError):
                 if answer := RESPONSE.search(line):
                     num_answers += 1
                     if request := _answered(answer, waiting):
@@ -188,11 +173,8 @@ def _moment(line: str, changed: float) -> float | None:
     stamp = STAMP.search(line)
     if stamp is None:
         return None
-    for year in (
-        time.localtime(changed + 86400).tm_year,
-        time.localtime(changed).tm_year,
-        time.localtime(changed).tm_year - 1,
-    ):
+    newest, oldest = time.localtime(changed + 86400).tm_year, time.localtime(changed).tm_year - 1
+    for year in range(newest, oldest - 1, -1):
         try:
             moment = time.mktime(time.strptime(f"{year}-{stamp[1]}", "%Y-%m-%d %H:%M:%S"))
         except ValueError:  # 29 February in a common year
