@@ -110,7 +110,7 @@ def apply(policy: SeasonalPolicy, event: Mapping[str, Any]) -> None:
     if event.get("action") == "propose" and name in ("training", "failed"):
         policy.proposed |= set(clusters)
     if name == "training":
-        policy.training(hour)
+        policy.is_training = True
     elif name in ("swapped", "refused", "failed"):
         policy.trained(hour, clusters if name == "swapped" else (), event.get("cost_hours"))
     elif name in ("routed", "rolled back"):

@@ -30,11 +30,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     decisions. Raises ConfigError if matplotlib is missing."""
     hours = [line for line in lines if "seen" in line]
     done = [line for line in lines if "event" in line or line["decision"]["action"] not in IDLE]
-    last = (
-        hours[-1]
-        if hours
-        else {"seen": {}, "mix": {}, "decision": {"why": "nothing has been seen yet", "declined": {}}}
-    )
+    last = {"seen": {}, "decision": {"why": "nothing has been seen yet", "declined": {}}} if not hours else hours[-1]
     sections: dict[str, list[Block]] = {
         "Acceptance by cluster": [],
         "Decisions": [Table(COLUMNS, done[::-1])] if done else [],
@@ -69,8 +65,9 @@ def _timeline(name: str, hours: Sequence[dict[str, Any]], done: Sequence[dict[st
 
 
 def _state(seen: dict[str, Any]) -> str:
-    words = {"learning": "no baseline yet: two days are needed, and a week to know weekends", "calm": "as usual"}
-    words |= {
+    words = {
+        "learning": "no baseline yet: two days are needed, and a week to know weekends",
+        "calm": "as usual",
         "raised": "lower than usual; it must last before anything is done",
         "held": "lower than usual for long enough",
     }

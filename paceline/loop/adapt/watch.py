@@ -82,9 +82,8 @@ class Watcher(Steps):
         if self._next is None:
             hours, _ = self._seen(over, 0, now)
             if num_odd := self.log.num_odd():
-                self.say(
-                    f"adapt: left out {num_odd} events of {self.log.file} that have no hour since 2020, or are damaged"
-                )
+                odd = f"{num_odd} events of {self.log.file} that have no hour since 2020, or are damaged"
+                self.say(f"adapt: left out {odd}")
             rebuilt(self.policy, hours, self.log, over)
             self.policy.is_training = self.stage is not None and self.stage.trains
             self._next = over
@@ -167,13 +166,11 @@ class Watcher(Steps):
         except PacelineError as error:
             self._event(stage.hour, "failed", clusters=clusters, action=stage.kind, why=str(error))
             return False
-        outs = (
-            self.store.state.resolve() / "trainings" / f"{name}-{at}" for at in range(len(self.retrain.learning_rates))
-        )
+        trainings = self.store.state.resolve() / "trainings"
         stage.name = "training"
         stage.window = plain(asdict(window))
-        stage.candidates = [str(out / "drafter") for out in outs]
         stage.rates = list(self.retrain.learning_rates)
+        stage.candidates = [str(trainings / f"{name}-{at}" / "drafter") for at in range(len(stage.rates))]
         self._event(stage.hour, "training", clusters=clusters, action=stage.kind, window=asdict(window))
         return True
 
@@ -237,9 +234,8 @@ class Watcher(Steps):
         with reraised(ConfigError, f"{file} is damaged", "move it away", *DAMAGED):
             state = json.loads(file.read_text(encoding="utf-8"))
             self.incumbent, self._scored = str(state["incumbent"]), dict(state["scored"])
-            if not all(
-                type(scored["hour"]) is int and _has_gains(scored["members"]) for scored in self._scored.values()
-            ):
+            scored = self._scored.values()
+            if not all(type(each["hour"]) is int and _has_gains(each["members"]) for each in scored):
                 raise ValueError("impossible scored")
             stages = (state["stage"], state["by_hand"])
             self.stage, self.by_hand = (None if stage is None else read_stage(stage) for stage in stages)
@@ -270,6 +266,5 @@ class Watcher(Steps):
 def _has_gains(members: Mapping[str, Any]) -> bool:
     """True if `members` is a dict of verdicts that passed, as `members.scores` reads it."""
     gains = [verdict["gains"]["drifted"] for verdict in members.values()]
-    return all(
-        type(gain[name]) in (int, float) and gain[name] > 0 for gain in gains for name in ("candidate", "incumbent")
-    )
+    lengths = [gain[name] for gain in gains for name in ("candidate", "incumbent")]
+    return all(type(length) in (int, float) and length > 0 for length in lengths)

@@ -309,6 +309,6 @@ def test_the_naive_one_follows_every_fall() -> None:
         line = policy.hour(EPOCH + at, {"a": sums(3.0 if at % DAY < 12 else 2.0)})
         if line.decision.action == "retrain":
             trained += 1
-            policy.training(EPOCH + at)
+            policy.is_training = True
             policy.trained(EPOCH + at, ())
     assert trained >= 5

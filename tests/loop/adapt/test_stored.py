@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,9 @@ from pyarrow import parquet
 from trace_files import BYTES, sequence, writer
 
 from paceline.errors import ConfigError
-from paceline.loop.adapt.traffic.stored import MOST_REPEATS, hours_of, params_of, read_hours, read_requests
+from paceline.loop.adapt.config import ReplayConfig
+from paceline.loop.adapt.traffic.replay import run
+from paceline.loop.adapt.traffic.stored import MOST_REPEATS, params_of, read_hours, read_requests
 from paceline.types import GrammarSpec, SamplingParams
 
 
@@ -23,7 +26,9 @@ def test_rounds_with_drafts_count_by_hour_and_cluster(tmp_path: Path) -> None:
     assert set(hours) == {HOUR, HOUR + 2} and not left_out
     assert set(hours[HOUR]) == {"tickets", "default"}
     assert (hours[HOUR]["tickets"].tokens, hours[HOUR]["tickets"].rounds) == (5.0, 2.0)
-    assert [number for number, _ in hours_of(tmp_path)] == [HOUR, HOUR + 1, HOUR + 2]
+    run(ReplayConfig(traces=tmp_path, out=tmp_path / "hours.jsonl"))
+    lines = map(json.loads, (tmp_path / "hours.jsonl").read_text().splitlines())
+    assert [line["hour"] for line in lines] == [HOUR, HOUR + 1, HOUR + 2]
 
 
 def test_one_client_that_repeats_itself_counts_a_few_times(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ tag) whose acceptance is far below that of other traffic.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from paceline.loop.adapt.config import PolicyConfig, PriceConfig
@@ -151,17 +151,20 @@ def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
         return proposal
     declined["propose"] = proposal
     training = _training(view, config, prices)
-    if isinstance(training, str):
-        if view.too_little and not view.alarms:
-            why = f"{view.too_little}; what is usual is known after more than two days of traffic"
-            return Decision("too little", why=why, declined={**declined, "retrain": training})
-        if view.customers and not view.alarms:
-            customer = _customer(view, config, prices)
-            if isinstance(customer, Decision):
-                return customer
-            declined["propose"] += f"; {customer}"
-        return Decision(why=training if view.alarms else _calm(view), declined={**declined, "retrain": training})
-    return Decision(training.action, training.clusters, why=training.why, declined=declined)
+    if isinstance(training, Decision):
+        return replace(training, declined=declined)
+    declined["retrain"] = training
+    if view.alarms:
+        return Decision(why=training, declined=declined)
+    if view.too_little:
+        why = f"{view.too_little}; what is usual is known after more than two days of traffic"
+        return Decision("too little", why=why, declined=declined)
+    if view.customers:
+        customer = _customer(view, config, prices)
+        if isinstance(customer, Decision):
+            return customer
+        declined["propose"] += f"; {customer}"
+    return Decision(why=_calm(view), declined=declined)
 
 
 def _calm(view: View) -> str:
@@ -245,6 +248,5 @@ def _training(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision
         return f"it would save {gain:.2f} in {config.horizon_days:g} days and cost {cost:.2f}"
     names = tuple(alarm.cluster for alarm in view.alarms)
     lost = ", ".join(f"{alarm.cluster!r} lost {alarm.loss:.0%}" for alarm in view.alarms)
-    return Decision(
-        "retrain", names, why=f"{lost}; it saves {gain:.2f} in {config.horizon_days:g} days and costs {cost:.2f}"
-    )
+    why = f"{lost}; it saves {gain:.2f} in {config.horizon_days:g} days and costs {cost:.2f}"
+    return Decision("retrain", names, why=why)

@@ -4,7 +4,7 @@ PyTorch, reads no clock.
     policy.hour(number, {cluster: Sums}) -> Line
 
 The commands `watch`, `check` and `replay` use the same policy. The caller carries out its decisions and reports them
-back (`training`, `trained`, `routed`). `NaivePolicy` is a simple baseline for comparisons."""
+back (`is_training`, `trained`, `routed`). `NaivePolicy` is a simple baseline for comparisons."""
 
 from __future__ import annotations
 
@@ -119,6 +119,7 @@ class SeasonalPolicy:
         self.clusters: dict[str, _Cluster] = {}
         self.mix = Series(self.config)
         self.is_training = False
+        """Set to True while a training runs, until `trained` is called: no other action is decided meanwhile."""
         self.trained_at: int | None = None
         self.proposed: set[str] = set()
         self.num_requests, self.num_hours = 0, 0
@@ -169,11 +170,6 @@ class SeasonalPolicy:
         )
         mix = {"state": self.mix.state, "period": view.mix.period, "swing": round(view.mix.swing, 3)}
         return Line(number, self._observed(grouped), mix, decision, notes, raised)
-
-    def training(self, number: int) -> None:
-        """Record that a training has begun, in hour `number` (since 1970). Until `trained` is called, every decision is
-        "none"."""
-        self.is_training = True
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
         """Record that a training has ended, in hour `number` (since 1970). `clusters`: those that the new drafter
@@ -261,10 +257,8 @@ class SeasonalPolicy:
             cluster = self.clusters[name]
             own, rest = cluster.last_day, everything - cluster.last_day
             if is_tag(name) and cluster.series.state == "calm" and rest.requests and own.requests:
-                ratio, error = (
-                    own.tokens_per_round / rest.tokens_per_round,
-                    math.sqrt(own.log_variance + rest.log_variance),
-                )
+                ratio = own.tokens_per_round / rest.tokens_per_round
+                error = math.sqrt(own.log_variance + rest.log_variance)
                 gap, share = 1 - ratio * math.exp(SURE * error), rates[name] / sum(rates.values())
                 customers.append(Customer(name, share, gap, own.tokens_per_round, rates[name], rest.tokens_per_round))
         return customers
@@ -367,9 +361,8 @@ class NaivePolicy:
         training runs, "none". `seen`: cluster -> sums of tokens and rounds."""
         observed = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
         if self.is_training or not seen:
-            return Line(
-                number, observed, {}, Decision(why="a training is running" if self.is_training else "no traffic")
-            )
+            why = "a training is running" if self.is_training else "no traffic"
+            return Line(number, observed, {}, Decision(why=why))
         self._window.append(total(seen.values()))
         now = total(self._window).tokens_per_round
         if len(self._window) < self.WINDOW:
@@ -379,9 +372,6 @@ class NaivePolicy:
             return Line(number, observed, {}, Decision(why="no fall"))
         why = f"{now:.2f} tokens a round, {self._reference:.2f} before"
         return Line(number, observed, {}, Decision("retrain", tuple(seen), why=why), raised=(("all", number),))
-
-    def training(self, number: int) -> None:
-        self.is_training = True
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
         self.is_training, self._reference = False, None

@@ -212,8 +212,7 @@ class Stage:
         `drafts`: the server's present count of rounds of this stage's drafter; None if it does not count by drafter."""
         if drafts is not None and self.drafts is not None:
             return drafts - self.drafts
-        gains = self._gains()
-        return min(each.rounds for each in gains)
+        return min(each.rounds for each in self._gains())
 
     def _gains(self) -> list[Counts]:
         """Counts since the start of the probation: of the server, or of the canary and of the others."""
@@ -238,10 +237,8 @@ class Stage:
         if min(canary.rounds, others.rounds) < LEAST_ROUNDS:
             return None
         lengths = [1 + each.accepted / each.rounds for each in (canary, others)]
-        variance = sum(
-            variance_of_readings(Sums(*sums), each.requests)
-            for sums, each in zip(self.sums, (canary, others), strict=True)
-        )
+        pairs = zip(self.sums, (canary, others), strict=True)
+        variance = sum(variance_of_readings(Sums(*sums), each.requests) for sums, each in pairs)
         return fall(lengths[0], lengths[1], variance, config.most_drop, " on the canary", where)
 
     def kept_why(self, drafts: float | None) -> str:
@@ -283,9 +280,8 @@ class Stage:
         if self.pace and (now_pace := pace(then, counts)) and _is_slower(self.pace, now_pace, config.most_slowdown):
             return f"a round takes {1000 * now_pace[1]:.1f} ms, {1000 * self.pace[1]:.1f} before with as many rows"
         spans = read_span(traces, self.began, now)
-        compared = (
-            self.clusters if self.kind in ("route", "propose") else spans
-        )  # a drafter of one cluster: that one alone
+        # A drafter of one cluster: that one alone.
+        compared = self.clusters if self.kind in ("route", "propose") else spans
         spans = {name: sums for name, sums in spans.items() if name in self.before and name in compared}
         if (seen := total(spans.values())).rounds >= LEAST_ROUNDS:
             rounds = {name: sums.tokens / self.before[name] for name, sums in spans.items()}

@@ -31,6 +31,7 @@ from paceline.loop.adapt.config import PolicyConfig, PriceConfig, ReplayConfig
 from paceline.loop.adapt.decide.policy import Line, NaivePolicy, SeasonalPolicy
 from paceline.loop.adapt.log import told
 from paceline.loop.adapt.traffic.hours import DAY
+from paceline.loop.adapt.traffic.stored import read_hours
 from paceline.loop.adapt.traffic.world import TRAINING_HOURS, World, make_world
 from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import write_whole
@@ -131,10 +132,9 @@ def fortnight(
             trainings += [] if is_proposed else [at]
             ends, clusters, is_member = at + 1 + TRAINING_HOURS, line.decision.clusters, is_proposed
             begin = min([at - DAY, *(raised - world.first for _, raised in line.raised)])
-            window = (
-                (max(begin, 0), at + 1) if is_seasonal else (at, ends)
-            )  # the naive one trains on the traffic during the training
-            policy.training(world.first + at)
+            # The naive one trains on the traffic during the training.
+            window = (max(begin, 0), at + 1) if is_seasonal else (at, ends)
+            policy.is_training = True
     return replace(_outcome(world, policy, trainings, alarms, proposed), prices=prices)
 
 
@@ -193,20 +193,18 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
 
 
 def _stored(config: ReplayConfig, traces: Path, policy: Policy) -> dict[str, Any]:
-    from paceline.loop.adapt.traffic.stored import hours_of
-
     lines, ends = list[Line](), None
-    for number, seen in hours_of(traces):
+    hours, _ = read_hours(traces)
+    if not hours:
+        raise ConfigError(f"no request in {traces} has rounds: replay a scenario, or traces of paceline serve --traces")
+    for number in range(min(hours), max(hours) + 1):
         if ends is not None and number >= ends:
             policy.trained(number - 1, ())
             ends = None
-        line = policy.hour(number, seen)
+        line = policy.hour(number, hours.get(number, {}))
         lines.append(line)
         if line.decision.action in ("retrain", "propose"):
-            policy.training(number)
-            ends = number + 1 + TRAINING_HOURS
-    if not lines:
-        raise ConfigError(f"no request in {traces} has rounds: replay a scenario, or traces of paceline serve --traces")
+            policy.is_training, ends = True, number + 1 + TRAINING_HOURS
     _write(config.out, lines)
     actions = [line.decision.action for line in lines]
     return {

@@ -63,15 +63,6 @@ class Request:
         return _prompt_of(self.key)
 
 
-def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
-    """Reads the traces in a folder. Yields (hour since 1970, {cluster: sums of tokens and rounds}) for every hour
-    from the first with traffic to the last; {} for an hour without traffic. Raises ConfigError if the folder does
-    not exist."""
-    hours, _ = read_hours(folder)
-    for number in range(min(hours), max(hours) + 1) if hours else ():
-        yield number, hours.get(number, {})
-
-
 def read_hours(
     folder: Path, since: int = 0, now: float | None = None
 ) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
