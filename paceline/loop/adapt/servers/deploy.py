@@ -71,9 +71,8 @@ class PacelineServer(Deployment):
             if row["name"] in self._leaving and row["state"] == "draining" and not row["rows"]:
                 self._ask("DELETE", "drafters", row["name"])  # frees its memory
                 self._leaving.remove(row["name"])
-        return {
-            row["name"]: row["drafter"] for row in rows if row["state"] in ("ready", "released") and row["name"] != NONE
-        }
+        ready = [row for row in rows if row["state"] in ("ready", "released") and row["name"] != NONE]
+        return {row["name"]: row["drafter"] for row in ready}
 
     def place_of(self, drafter: str) -> str:
         members = self.members()

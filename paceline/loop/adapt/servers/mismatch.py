@@ -11,6 +11,7 @@ greedy, and so do not depend on the drafter; `score` computes each variation's r
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,17 +48,12 @@ FIRST_LOOK, FINALISTS = 6, 4
 all prompts."""
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 """Published values of rope_theta."""
-
-
-MORE_PROMPTS = (
+PROMPTS = (
+    *(json.loads(line)["prompt"] for line in BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()),
     "Write a Python function that merges two sorted lists.",
     "A train leaves at 9:40 and arrives at 13:05. How long is the journey?",
     "Summarise in two sentences why the Roman Empire fell.",
     "List five vegetables that grow in winter.",
-)
-PROMPTS = (
-    *(json.loads(line)["prompt"] for line in BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()),
-    *MORE_PROMPTS,
 )
 """Test prompts: questions, stories, code and sums."""
 
@@ -204,10 +200,8 @@ def _layer_ids(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     for step, how in ((-1, "counted from 1"), (1, "counted from -1, or shifted twice")):
         ids = [layer + step for layer in stored.config.target_layer_ids]
         if min(ids) >= 0 and max(ids) < target.num_layers:
-            shown = ", ".join(map(str, ids))
-            yield _with(
-                stored, "layer ids off by one", f"target_layer_ids {shown}: they were {how}", target_layer_ids=ids
-            )
+            change = f"target_layer_ids {', '.join(map(str, ids))}: they were {how}"
+            yield _with(stored, "layer ids off by one", change, target_layer_ids=ids)
     num_taps = len(stored.config.target_layer_ids)
     if num_taps > 1 and (fc := stored.tensors.get("fc.weight")) is not None:
         turned = fc.unflatten(1, (num_taps, -1)).flip(1).flatten(1)
@@ -257,15 +251,10 @@ def _permuted(name: str, tensor: Tensor, order: Tensor) -> Tensor:
 
 def _windows(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     raw, num_layers = stored.config.raw, stored.config.shape.num_layers
-    is_used, types, sliding = (
-        raw.get("use_sliding_window") is True,
-        raw.get("layer_types"),
-        ["sliding_attention"] * num_layers,
-    )
+    other, types = raw.get("use_sliding_window") is not True, raw.get("layer_types")
+    sliding = ["sliding_attention"] * num_layers
     if raw.get("sliding_window"):
-        yield _with(
-            stored, "window flag", f"use_sliding_window {str(not is_used).lower()}", use_sliding_window=not is_used
-        )
+        yield _with(stored, "window flag", f"use_sliding_window {str(other).lower()}", use_sliding_window=other)
         if types and types != sliding:
             yield _with(stored, "window flag", "layer_types all sliding", layer_types=sliding, use_sliding_window=True)
     for causal in (False, True):
@@ -274,24 +263,20 @@ def _windows(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
 
 
 def _norms(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
-    for step in (1, -1):
-        tensors = {
-            name: tensor + step if name.endswith("norm.weight") else tensor for name, tensor in stored.tensors.items()
-        }
-        change = (
-            "1 is added to the norms' weights"
-            if step > 0
-            else "1 is taken from the norms' weights: it was added already"
-        )
+    for step, change in (
+        (1, "1 is added to the norms' weights"),
+        (-1, "1 is taken from the norms' weights: it was added already"),
+    ):
+        names = [name for name in stored.tensors if name.endswith("norm.weight")]
+        tensors = {**stored.tensors, **{name: stored.tensors[name] + step for name in names}}
         yield Variation("norm flags", change, replace(stored, tensors=tensors))
 
 
 def _heads(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     ids, head_VD = stored.vocabulary
     if head_VD is not None:
-        yield Variation(
-            "head", "the target's head in place of its own", replace(stored, vocabulary=Vocabulary(ids, None))
-        )
+        change = "the target's head in place of its own"
+        yield Variation("head", change, replace(stored, vocabulary=Vocabulary(ids, None)))
     if ids is None:
         return
     yield Variation("head", "all tokens, with the target's head", replace(stored, vocabulary=Vocabulary()))
@@ -346,7 +331,5 @@ def _special_tokens(llm: LLM) -> list[int]:
     """Tokens often used as a mask: end tokens, names with "mask" or "pad", and the first id without text."""
     tokenizer = llm.tokenizer
     texts = tokenizer.backend.get_added_tokens_decoder()
-    named = [
-        token for token, text in texts.items() if any(word in str(text).lower() for word in ("mask", "pad", "fim"))
-    ]
+    named = [token for token, text in texts.items() if re.search("mask|pad|fim", str(text).lower())]
     return [*tokenizer.eos_token_ids, tokenizer.vocab_size, *named]

@@ -46,18 +46,12 @@ def _layer_ids(stored: Eagle3Checkpoint, target: Target) -> Iterator[Change]:
     }
     for layers, how in others.items():
         if layers != taps and len(layers) == len(taps) and min(layers) >= 0 and max(layers) < target.num_layers:
-            shown = ", ".join(map(str, layers))
-            yield (
-                "layer ids off by one",
-                f"layers {shown}: {how}",
-                replace(stored, config=replace(config, tap_layers=layers)),
-            )
+            changed = replace(stored, config=replace(config, tap_layers=layers))
+            yield "layer ids off by one", f"layers {', '.join(map(str, layers))}: {how}", changed
     turned = {"fc.weight": stored.tensors["fc.weight"].unflatten(1, (len(taps), -1)).flip(1).flatten(1)}
     if config.fc_norm:
-        last = len(taps) - 1
-        turned |= {
-            f"fc_norm.{place}.weight": stored.tensors[f"fc_norm.{last - place}.weight"] for place in range(len(taps))
-        }
+        names = [f"fc_norm.{place}.weight" for place in range(len(taps))]
+        turned |= {name: stored.tensors[other] for name, other in zip(names, reversed(names), strict=True)}
     yield "layer order", "the last layer's features come first", replace(stored, tensors={**stored.tensors, **turned})
 
 

@@ -127,10 +127,8 @@ def _on_sglang(client: Client, prompts: list[list[int]]) -> float | None:
     """Sum up the rounds reported with each answer; the first token comes from the prompt's pass, not from a round."""
     tokens = rounds = 0
     for prompt in prompts:
-        sampling = {"temperature": 0, "max_new_tokens": MAX_TOKENS}
-        info = (
-            ask(client, "POST", "/generate", {"input_ids": prompt, "sampling_params": sampling}).get("meta_info") or {}
-        )
+        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": MAX_TOKENS}}
+        info = ask(client, "POST", "/generate", body).get("meta_info") or {}
         rounds += int(info.get("spec_verify_ct") or 0)
         tokens += max(int(info.get("completion_tokens") or 0) - 1, 0)
     return tokens / rounds if rounds else None

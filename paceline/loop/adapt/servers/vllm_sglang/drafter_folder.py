@@ -51,27 +51,12 @@ EAGLE3_DRAFTS = 5
 """Default drafts per round, as in paceline's own engine."""
 SGLANG_ALGORITHMS = {"mtp": "EAGLE"}
 """SGLang's names of methods, where they are not the same in capitals. NEXTN is another name of its EAGLE."""
+OURS_IN_BOTH = ("--model", "--port", "--host", "--served-model-name")
 OURS = {
-    "vllm": (
-        "--speculative-config",
-        "--speculative_config",
-        "-sc",
-        "--model",
-        "--port",
-        "--host",
-        "--served-model-name",
-    ),
+    "vllm": (*OURS_IN_BOTH, "--speculative-config", "--speculative_config", "-sc"),
     "sglang": (
-        "--speculative-algorithm",
-        "--speculative-draft-model-path",
-        "--speculative-num-draft-tokens",
-        "--speculative-num-steps",
-        "--speculative-eagle-topk",
-        "--model-path",
-        "--model",
-        "--port",
-        "--host",
-        "--served-model-name",
+        *(*OURS_IN_BOTH, "--model-path", "--speculative-algorithm", "--speculative-draft-model-path"),
+        *("--speculative-num-draft-tokens", "--speculative-num-steps", "--speculative-eagle-topk"),
     ),
 }
 """Options that paceline sets; they must not appear after --."""
@@ -105,18 +90,12 @@ class Start:
 
     def __post_init__(self) -> None:
         taken = [word.split("=")[0] for word in self.words if word.split("=")[0] in OURS[self.engine]]
-        refuse(
-            ConfigError,
-            (bool(taken), f"{taken[0] if taken else ''} is made here for {self.engine}: leave it out behind --"),
-            (
-                self.model in BUILTINS,
-                f"{self.engine} does not read the built-in {self.model}: give the original's hub id",
-            ),
-            (
-                self.drafter in DRAFTERS,
-                f"{self.engine} has no drafter {self.drafter!r} of ours: give --drafter a folder",
-            ),
-        )
+        if taken:
+            raise ConfigError(f"{taken[0]} is made here for {self.engine}: leave it out behind --")
+        if self.model in BUILTINS:
+            raise ConfigError(f"{self.engine} does not read the built-in {self.model}: give the original's hub id")
+        if self.drafter in DRAFTERS:
+            raise ConfigError(f"{self.engine} has no drafter {self.drafter!r} of ours: give --drafter a folder")
 
     @property
     def url(self) -> str:
@@ -205,16 +184,10 @@ def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSiz
     is_read = stored.form == wanted and not (start.engine == "vllm" and _is_read_as_causal(raw, stored))
     if not is_read or ids is not None or weights_file(folder).name == PACKED:
         needs_head = start.engine == "vllm" and ids is not None and head_VD is None
-        left_out = export(
-            stored,
-            wanted,
-            scratch / "drafter",
-            head_rows=_head_rows(start) if needs_head else None,
-            verifier=_verifier(start),
-            with_vocabulary=start.engine == "vllm",
-        )
+        folder, head_rows = scratch / "drafter", _head_rows(start) if needs_head else None
+        is_vllm, verifier = start.engine == "vllm", _verifier(start)
+        left_out = export(stored, wanted, folder, head_rows=head_rows, verifier=verifier, with_vocabulary=is_vllm)
         notes += [f"left out for {start.engine}: {item}" for item in left_out]
-        folder = scratch / "drafter"
     return Given(folder, "dspark" if stored.config.markov else "dflash", num_drafted, notes)
 
 
@@ -252,9 +225,8 @@ def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Gi
     refuse(ConfigError, (num_drafted < 1, f"num_drafted must be at least 1, not {num_drafted}"))
     if start.engine == "sglang" and "transformer_layer_config" in stored.config.raw:
         write_eagle3(scratch / "drafter", stored)
-        return Given(
-            scratch / "drafter", "eagle3", num_drafted, ["written anew in SpecForge's style, which SGLang reads"]
-        )
+        notes = ["written anew in SpecForge's style, which SGLang reads"]
+        return Given(scratch / "drafter", "eagle3", num_drafted, notes)
     return Given(folder, "eagle3", num_drafted)
 
 

@@ -115,8 +115,7 @@ class _Restarted(Deployment):
         clients = {client.url: client for client in self._clients}
         while self.undo:
             _, url, before = self.undo[-1]
-            assert url is not None
-            assert before is not None
+            assert url is not None and before is not None
             if url in clients:
                 self._replace(clients[url], Path(before))
             self.undo.pop()
@@ -143,9 +142,8 @@ class _Restarted(Deployment):
         until = time.monotonic() + self.config.patience_s
         while not is_up(client):
             if time.monotonic() > until:
-                raise DeployError(
-                    f"{client.url} is not well {self.config.patience_s:g} s after its restart with {folder}"
-                )
+                waited = f"{self.config.patience_s:g} s after its restart with {folder}"
+                raise DeployError(f"{client.url} is not well {waited}")
             time.sleep(POLL_S)
 
     def _command(self, command: str, client: Client, folder: Path) -> None:

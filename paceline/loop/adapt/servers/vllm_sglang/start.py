@@ -57,7 +57,7 @@ def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
             with contextlib.closing(client):
                 name = engine.wait_until_ready(client, 60 * config.ready_minutes)
                 if expected is not None and config.check and not engine.is_asked_to_stop:
-                    _check(engine, client, name, prompts, expected, start, config.strict, say)
+                    _check(engine, client, name, prompts, expected, start, config.strict)
                 if not engine.is_asked_to_stop:
                     say(f"ready: {start.url}/v1")
                 engine.process.wait()
@@ -69,7 +69,7 @@ class _Engine:
     """Process of an engine; forwards signals to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], say: Say) -> None:
-        self.process, self.is_asked_to_stop, self._say = process, False, say
+        self.process, self.is_asked_to_stop, self.say = process, False, say
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
@@ -84,15 +84,13 @@ class _Engine:
             if self.process.poll() is not None:
                 if self.is_asked_to_stop:
                     return ""
-                raise ConfigError(
-                    f"the engine ended with status {self.process.returncode} before it answered: see its words"
-                )
+                status = self.process.returncode
+                raise ConfigError(f"the engine ended with status {status} before it answered: see its words")
             if time.monotonic() > began + limit_s:
-                raise DownloadError(
-                    f"{client.url} does not answer after {limit_s / 60:g} minutes: raise --ready-minutes"
-                )
+                minutes = f"{limit_s / 60:g} minutes"
+                raise DownloadError(f"{client.url} does not answer after {minutes}: raise --ready-minutes")
             time.sleep(POLL_S)
-        self._say(f"{client.url} answers after {time.monotonic() - began:.0f} s")
+        self.say(f"{client.url} answers after {time.monotonic() - began:.0f} s")
         return name
 
     def end(self) -> None:
@@ -116,14 +114,7 @@ def _model_of(client: Client) -> str:
 
 
 def _check(
-    engine: _Engine,
-    client: Client,
-    name: str,
-    prompts: list[list[int]],
-    expected: float,
-    start: Start,
-    strict: bool,
-    say: Say,
+    engine: _Engine, client: Client, name: str, prompts: list[list[int]], expected: float, start: Start, strict: bool
 ) -> None:
     """Report how the engine's acceptance compares with paceline's.
 
@@ -132,15 +123,14 @@ def _check(
         compared = Comparison(expected, served(start.engine, client, name, prompts))
     except DownloadError as error:
         if not engine.is_asked_to_stop:
-            _object(DownloadError(f"it could not be checked: {error}"), strict, say)
+            _object(DownloadError(f"it could not be checked: {error}"), strict, engine.say)
         return
     if compared.is_low:
-        remedy = (
-            f"paceline inspect {start.drafter} --model {start.model} --vary tells which setting may be read otherwise"
-        )
-        _object(DrafterMismatchError(f"{start.engine} brings {compared.text}; {remedy}"), strict, say)
+        command = f"paceline inspect {start.drafter} --model {start.model} --vary"
+        text = f"{start.engine} brings {compared.text}; {command} tells which setting may be read otherwise"
+        _object(DrafterMismatchError(text), strict, engine.say)
     else:
-        say(f"checked: {start.engine} brings {compared.text}")
+        engine.say(f"checked: {start.engine} brings {compared.text}")
 
 
 def _object(error: PacelineError, strict: bool, say: Say) -> None:
