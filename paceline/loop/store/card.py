@@ -32,9 +32,9 @@ class Described(Protocol):
 
 
 def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
-    """Computes a summary of a dataset store's contents as JSON: counts of rows and tokens for "train" and "evals",
-    sources, tags, rows that were left out when answers were added, and rows deleted by `forget`. `tags`: count only
-    rows with one of these tags (empty: all rows). Raises ConfigError for a tag that no row has."""
+    """Computes a summary of a dataset store as JSON: counts of rows and tokens by side, source and tag, rows that were
+    left out, and rows that `forget` deleted. `tags`: count only rows with one of these tags (empty: all rows). Raises
+    ConfigError for a tag that no row has."""
     counts: dict[str, Any] = {}
     sources, by_tag, reasons, models = (Counter[str]() for _ in range(4))
     conversations: dict[str, set[str]] = {}

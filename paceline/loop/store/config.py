@@ -12,8 +12,7 @@ Overlap = Annotated[float, within("above 0 and at most 1", above=0, most=1)]
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig(Checked):
-    """Options for splitting conversations into training and evals. A store keeps the options that it was created with,
-    until it is split again."""
+    """Options for splitting conversations into training and evals. A store keeps them until it is split again."""
 
     evals_share: Share = 0.1
     """Share of the conversations that is reserved for evals and never trained on."""

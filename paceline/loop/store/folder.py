@@ -51,8 +51,8 @@ log = logging.getLogger("paceline.loop.store")
 
 @dataclass(slots=True)
 class Store:
-    """A dataset store: versioned rows (prompt, answer, metadata) on two sides, "train" and "evals". Use `Store.create`
-    or `Store.open` instead of the constructor."""
+    """A dataset store: versioned rows (prompt, answer, metadata) on two sides, "train" and "evals". Create one with
+    `Store.create` or `Store.open`."""
 
     path: Path
     model: str
@@ -68,7 +68,7 @@ class Store:
     @classmethod
     def create(cls, path: str | Path, model: str, split: SplitConfig | None = None) -> Store:
         """Create an empty store at `path`, for prompts and answers in the tokens of `model`. Raises ConfigError if
-        `path` already contains a store or files of one, CacheError if the folder cannot be written."""
+        `path` already contains files of a store, CacheError if it cannot be written."""
         folder = Path(path)
         is_left = (folder / "versions.jsonl").exists() or any(
             any((folder / side).glob("answers-*.parquet")) for side in SIDES
@@ -104,17 +104,17 @@ class Store:
         write_whole(self.path / "store.json", json.dumps(state, indent=1) + "\n")
 
     def tokenizer(self) -> Tokenizer:
-        """Load the model's tokenizer. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError or DownloadError
-        if it cannot be loaded."""
+        """Load the model's tokenizer. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError or
+        DownloadError."""
         return Tokenizer.from_path(resolve(self.model))
 
     def shards(self, side: str) -> list[Path]:
         return sorted((self.path / side).glob("answers-*.parquet"))
 
     def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
-        """Yield the rows of a side ("train" or "evals") that were added up to version `version` [default: all rows].
-        Rows that `forget` deleted are missing from every version. Raises PromptError on a damaged Parquet file,
-        ConfigError if versions.jsonl is damaged."""
+        """Yield the rows of a side ("train" or "evals") that were added up to version `version` [default: all rows],
+        without those deleted by `forget` since. Raises PromptError on a damaged Parquet file, ConfigError if
+        versions.jsonl is damaged."""
         last = self.version if version is None else version
         # Other files are from a killed change.
         named = {name for line in self.versions()[-1:] for name in line["files"]}
@@ -127,13 +127,12 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Context manager that holds the store's lock while the store is changed. If an earlier change was killed,
-        first completes that change if all its files were written, else reverts it. Yields the completed change's line
-        of versions.jsonl, or None if no change was completed. `doing`: name of the new change, shown in the error
-        message of another process that tries to change the store.
+        """Context manager that holds the store's lock during a change. It first completes an earlier change that was
+        killed, or reverts it if its files or its line are incomplete.
 
-        Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match.
-        """
+        Yields the completed change's line of versions.jsonl; None if there was none. `doing`: name of the new change,
+        for the error message of other processes. Raises ConfigError if another process holds the lock, or if store.json
+        and versions.jsonl do not match."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
             current = Store.open(self.path)
             self.version, self.suites = current.version, current.suites
@@ -178,8 +177,7 @@ class Store:
         log.warning("%s is of no version, as a change that was killed leaves it: moved to %s", file, aside)
 
     def unfinished(self) -> list[Path]:
-        """Returns the Parquet files in the folder unfinished/. They belong to no known version, for example because the
-        change that wrote them was killed."""
+        """Returns the Parquet files in the folder unfinished/, which belong to no known version."""
         return sorted((self.path / UNFINISHED).glob("*.parquet"))
 
     def all_shards(self) -> list[Path]:
@@ -205,10 +203,9 @@ class Store:
         - its prompt and answer together nearly equal those of another conversation;
         - its conversation is similar to stored conversations on both sides, "train" and "evals".
 
-        Raises PromptError if a source is invalid, or if the store is empty and no source has a usable answer;
-        ConfigError if another process changes the store, or if a source has no row with one of `tags`; CacheError if a
-        file cannot be written.
-        """
+        Raises PromptError if a source is invalid, or if the store is empty and no source has a usable answer. Raises
+        ConfigError if another process changes the store, or a source has no row with one of `tags`. Raises CacheError
+        if a file cannot be written."""
         paths = [Path(source) for source in sources]
         for path in paths:
             check_tags(path, tags)
@@ -278,9 +275,9 @@ class Store:
             write_shard(file, rows[begin : begin + ROWS_PER_SHARD])
 
     def resplit(self, split: SplitConfig) -> dict[str, Any]:
-        """Split all conversations into training and evals again, with new settings; returns the new version's line in
-        versions.jsonl. Models trained on an earlier version may have seen rows that are now for evals. Raises
-        PromptError if the store is empty, ConfigError if another process changes the store."""
+        """Split all conversations into training and evals anew; returns the new version's line in versions.jsonl.
+        Models trained on an earlier version may have seen rows that are now for evals. Raises PromptError if the store
+        is empty, ConfigError if another process changes the store."""
         with self.changing("splitting the store") as finished:
             if finished and finished.get("split") == asdict(split):
                 return finished
@@ -295,7 +292,7 @@ class Store:
             return self.commit("split", {"split": asdict(split)}, old)
 
     def commit(self, what: str, figures: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
-        """Complete the next version, after its files were written: append its line to versions.jsonl, and delete the
+        """Complete the next version after its files were written: append its line to versions.jsonl, and delete the
         files in `replaced`. `what`: kind of change ("add", "split" or "forget"). `figures`: further fields of the line.
         Returns the line."""
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
@@ -312,11 +309,8 @@ class Store:
         return line
 
     def versions(self) -> list[dict[str, Any]]:
-        """Returns the lines of versions.jsonl, one per version, oldest first; [] for a store without rows. The line of
-        a change that was killed before it was complete is left out.
-
-        Raises ConfigError on a damaged line, or if the newest version's line is missing.
-        """
+        """Returns the lines of versions.jsonl, one per complete version, oldest first. Raises ConfigError on a damaged
+        line, or if the newest version's line is missing."""
         return [line for number, line in self._version_lines().items() if number <= self.version]
 
     def _version_lines(self) -> dict[int, dict[str, Any]]:
@@ -335,16 +329,16 @@ class Store:
         )
 
     def note_suite(self, file: str | Path) -> None:
-        """Record that the eval suite in `file` was made from this store. `forget` then deletes matching cases from this
-        file, too. Raises ConfigError if another process changes the store."""
+        """Record that the eval suite in `file` was made from this store, so that `forget` also deletes from it. Raises
+        ConfigError if another process changes the store."""
         with self.changing("noting a suite"):
             self.suites = list(dict.fromkeys([*self.suites, str(Path(file).resolve())]))
             self.save()
 
     def label(self, labels: Iterable[dict[str, Any]]) -> int:
-        """Append scores of answers to labels.jsonl. Each is a dict with the `digest` (hash) of a row and any other
-        keys; those whose row is not in the store are ignored. Returns the number of appended scores. Raises CacheError
-        if the file cannot be written, ConfigError if another process changes the store."""
+        """Append scores of answers to labels.jsonl; returns how many were appended. Each is a dict with the `digest`
+        (hash) of a row and any other keys; those of rows that are not in the store are ignored. Raises CacheError if
+        the file cannot be written, ConfigError if another process changes the store."""
         known = {row["digest"] for side in SIDES for row in self.rows(side)}
         matching = [label for label in labels if label.get("digest") in known]
         with self.changing("labelling"):
@@ -356,8 +350,7 @@ class Store:
             append_lines(self.path / name, map(plain, lines), is_synced=True)
 
     def labels(self) -> list[dict[str, Any]]:
-        """Returns the scores of answers in labels.jsonl, as the dicts that were passed to `label`; [] before the first
-        call of `label`. Raises ConfigError on a damaged line."""
+        """Returns the dicts that were passed to `label`, from labels.jsonl. Raises ConfigError on a damaged line."""
         return checked_lines(self.path / "labels.jsonl", {})
 
 
@@ -368,8 +361,7 @@ def _version_of(shard: Path) -> int:
 
 
 def write_shard(file: Path, rows: Sequence[Row]) -> None:
-    """Write rows to a Parquet file atomically, readable for its owner only. Raises CacheError if it cannot be
-    written."""
+    """Write rows to a Parquet file atomically, readable for its owner only. Raises CacheError on a write error."""
     table = pa.Table.from_pylist([{name: row.get(name) for name in STORED.names} for row in rows], STORED)
     with whole_file(file, ELSEWHERE, mode=0o600) as scratch:
         parquet.write_table(table, scratch, compression="zstd")

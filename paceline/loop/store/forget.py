@@ -25,8 +25,7 @@ DAMAGED = "damaged line"
 
 @dataclass(slots=True)
 class Forgotten:
-    """Result of `forget`: numbers of deleted rows, conversations, labels and eval cases, and names of files that still
-    contain text that matches the pattern."""
+    """Result of `forget`: numbers of deleted items, and names of files that still contain matching text."""
 
     rows: int = 0
     conversations: int = 0
@@ -35,7 +34,7 @@ class Forgotten:
     """Deleted test cases of eval suites made from the store."""
     source_rows: int = 0
     suites_gone: list[str] = field(default_factory=list)
-    """Paths of eval suites that no longer exist; if they were moved or copied, those files are unchanged."""
+    """Eval suites that are missing; if they were moved or copied, those files are unchanged."""
     sources_with_it: list[str] = field(default_factory=list)
     """Source files that still contain matching rows."""
     version: int = 0
@@ -43,13 +42,12 @@ class Forgotten:
 
 def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
     """Delete every conversation in which the regular expression `match` matches a prompt, answer, tag, source or
-    sampling settings. Also deletes its labels and eval cases. The deleted answers cannot be added to the store again.
+    sampling settings. Also deletes its labels and eval cases. The deleted answers cannot be added again. `in_sources`:
+    also delete the rows from the source files that they were added from.
 
-    `in_sources`: also delete the rows from the source files that they were added from. Raises ConfigError if the
-    pattern is invalid or matches everything, or if another process changes the store; CacheError if a file cannot be
-    written. If the tokenizer cannot be loaded, raises ModelNotFoundError, ModelFileError, UnsupportedModelError or
-    DownloadError before any change.
-    """
+    Raises ConfigError if the pattern is invalid or matches everything, or if another process changes the store;
+    CacheError if a file cannot be written. If the tokenizer cannot be loaded, raises ModelNotFoundError,
+    ModelFileError, UnsupportedModelError or DownloadError before any change."""
     pattern = pattern_of(match)
     done, tokenizer = Forgotten(), store.tokenizer()
 
@@ -85,11 +83,8 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
 
 
 def pattern_of(match: str) -> re.Pattern[str]:
-    """Compiles `match` as a regular expression.
-
-    Raises ConfigError if the expression is invalid. Also raises it if the expression matches the empty string, because
-    it would then match every text.
-    """
+    """Compiles `match` as a regular expression. Raises ConfigError if it is invalid, or matches the empty string and so
+    every text."""
     try:
         pattern = re.compile(match)
     except re.error as error:
@@ -100,8 +95,8 @@ def pattern_of(match: str) -> re.Pattern[str]:
 
 
 def has(row: Row, pattern: re.Pattern[str]) -> bool:
-    """True if the pattern matches the row's prompt, answer, tag, source or sampling settings. The sampling settings are
-    stored as JSON; the pattern is searched in the JSON text, both with and without \\u escapes."""
+    """True if the pattern matches the row's prompt, answer, tag, source or sampling settings. Sampling settings are
+    JSON text, which is searched with and without \\u escapes."""
     texts = [str(row[name]) for name in ("prompt", "text", "tag", "source", "sampling") if row.get(name)]
     if row.get("sampling"):
         texts.append(_text(_parsed(str(row["sampling"]))))

@@ -33,12 +33,9 @@ STORED = pa.schema(
         *TOP,
     ]
 )
-"""Columns of a store's Parquet files. Those of the answer format come first, so that `paceline train --answers` can
-read the files.
-
-`conversation` identifies the row's conversation, `prompt` is the prompt's text with special tokens, `digest` is a hash
-of the row's tokens, `version` is the version that added it; `top_ids` and `top_logprobs` are those of `regenerate
---top-k`."""
+"""Columns of a store's Parquet files. `paceline train --answers` can read them, since those of the answer format come
+first. `prompt`: text with special tokens; `digest`: hash of the row's tokens; `version`: the one that added the row;
+`top_ids` and `top_logprobs`: those of `regenerate --top-k`."""
 
 
 def digest_of(prompt_ids: Iterable[int], answer_ids: Iterable[int]) -> str:
@@ -63,8 +60,8 @@ def shards_of(source: Path) -> list[Path]:
 
 
 def read_shard(file: Path) -> list[Row]:
-    """Reads a Parquet file of answers or traces. Returns its rows as dicts with all columns of a store; columns that
-    the file lacks are None. Raises PromptError if the file is damaged, or is not a file of answers or traces."""
+    """Reads a Parquet file of answers or traces as dicts with all columns of a store; missing columns are None. Raises
+    PromptError if it is damaged or another file."""
     with reraised(
         PromptError, f"{file} is no file of answers", "give whole files", pa.ArrowException, OSError, ValueError
     ):
@@ -79,8 +76,8 @@ def read_shard(file: Path) -> list[Row]:
 
 @dataclass(slots=True)
 class Incoming:
-    """Reads rows from source files, and completes them for a store: adds the prompt's text (decoded by `tokenizer`),
-    the row's identifier, and defaults for missing values."""
+    """Reads rows from source files and completes them for a store: adds the prompt's text, the row's identifier, and
+    defaults for missing values."""
 
     tokenizer: Tokenizer
     left_out: Counter[str] = field(default_factory=Counter)
@@ -92,9 +89,8 @@ class Incoming:
         return f"left out: {counts}" if counts else "nothing left out"
 
     def rows(self, sources: Iterable[Path], tags: Sequence[str] = ()) -> Iterator[Row]:
-        """Yield the usable rows of these files or folders, completed for the store. Rows that cannot be used, for
-        example because they have no answer, are counted by reason in `left_out`. `tags`: yield only rows with one of
-        these tags (empty: all rows)."""
+        """Yield the usable rows of these files or folders, completed for the store; count the others in `left_out`.
+        `tags`: yield only rows with one of these tags (empty: all rows)."""
         vocab = self.tokenizer.vocab_size
         for file in (file for source in sources for file in shards_of(source)):
             for row in read_shard(file):

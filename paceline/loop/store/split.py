@@ -1,9 +1,8 @@
 """Groups rows into conversations and assigns them to training or evals, without overlap between the two.
 
-A conversation is a series of rows in which each prompt begins with the earlier prompt, and includes all answers to
-these prompts. Conversations with nearly equal first prompts form a family. All rows of a family go to the same side
-(training or evals), chosen by a hash, so that the order of arrival has no effect. Stored rows keep their side: a new
-row that is related to rows on both sides is left out."""
+A conversation is a series of rows in which each prompt begins with the earlier one. Conversations with nearly equal
+first prompts form a family. All rows of a family go to the same side, chosen by a hash: the order of arrival has no
+effect. Stored rows keep their side: a new row that is related to rows on both sides is left out."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Groups:
 
 def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Returns, for each prompt (token ids), the first prompt of its conversation: the shortest of `prompts` that is a
-    prefix of it, or the prompt itself if no other is."""
+    prefix of it."""
     first: dict[tuple[int, ...], tuple[int, ...]] = {}
     chain: list[tuple[int, ...]] = []
     for prompt in sorted(set(prompts)):  # a prompt sorts directly after its prefixes
@@ -51,9 +50,9 @@ def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
-    """Groups conversations with similar first prompts, transitively. `firsts`: the first prompt (token ids) of each
-    conversation. `related`: two prompts are similar if the Jaccard similarity of their 5-token shingles is above this
-    (0 to 1). Returns the groups, over indices of `firsts`."""
+    """Groups conversations with similar first prompts, transitively. `firsts`: the first prompt (token ids) of each.
+    `related`: Jaccard similarity of 5-token shingles (0 to 1) above which two are similar. Returns groups of indices of
+    `firsts`."""
     groups, pieces = Groups(len(firsts)), list(map(pieces_of, firsts))
     near = Near(related, common_pieces(pieces))
     for number, own in enumerate(pieces):
@@ -64,9 +63,8 @@ def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
 
 
 def side_of(name: str, config: SplitConfig) -> str:
-    """Returns the side of a family (conversations with similar first prompts), "train" or "evals". It is chosen by a
-    hash of `name`, the family's name, and `config.split_seed`; a share of `config.evals_share` of all families goes to
-    "evals"."""
+    """Returns the side of a family (conversations with similar first prompts), "train" or "evals". A hash of its `name`
+    and `config.split_seed` chooses "evals" for a share of `config.evals_share` of all families."""
     drawn = hashlib.blake2b(f"{config.split_seed}/{name}".encode(), digest_size=8).digest()
     return SIDES[int.from_bytes(drawn, "big") < config.evals_share * 2**64]
 
@@ -77,11 +75,9 @@ def sides(
     """Assigns each prompt to a side, "train" or "evals". Returns two lists with one entry per prompt: the id of its
     conversation, and its side.
 
-    `known`: for each prompt, its side if it is already stored, else None. Stored prompts keep their side. A new prompt
-    gets the side of the stored prompts of its family (conversations with similar first prompts). If the family has
-    stored prompts on both sides, the new prompt gets "between": it must not be added to either. If the family has no
-    stored prompts, `side_of` chooses.
-    """
+    `known`: the side of a stored prompt, which it keeps; None for a new one. A new prompt gets the side of the stored
+    prompts of its family (conversations with similar first prompts). It gets "between" if they are on both sides, and
+    must then not be added. Without stored prompts, `side_of` chooses."""
     firsts = first_prompts(prompts)
     unique = list(dict.fromkeys(firsts))
     place = {first: number for number, first in enumerate(unique)}
