@@ -19,25 +19,23 @@ if TYPE_CHECKING:
 def proxy(
     config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, progress: Progress | None = None
 ) -> Recorded:
-    """Runs a proxy that forwards requests to the server `config.upstream`, and records requests and answers as traces
-    (token ids). Returns when a signal (SIGINT, SIGTERM) stops it.
+    """Runs a proxy that forwards requests to the server `config.upstream` and records them with their answers as traces
+    (token ids). Returns when a signal (SIGINT, SIGTERM) stops it. `serving`: address and limits of the proxy;
+    `tracing`: folder of the traces, and limits on their size and age.
 
-    `serving`: address and limits of the proxy. `tracing`: folder of the traces, and limits on their size and age.
-    Raises ConfigError if the port is taken or no trace folder is set, and ModelNotFoundError, ModelFileError,
-    UnsupportedModelError or DownloadError if the model's tokenizer cannot be loaded.
-    """
+    Raises ConfigError if the port is taken or no trace folder is set. If the model's tokenizer cannot be loaded, raises
+    ModelNotFoundError, ModelFileError, UnsupportedModelError or DownloadError."""
     from paceline.loop.record.run import run
 
     return run(config, serving, tracing, progress or Progress())
 
 
 def read(config: RecordConfig, tracing: TraceConfig, *, progress: Progress | None = None) -> Recorded:
-    """Converts the log files in `config.imports` to traces (token ids of requests and answers) in the folder
-    `tracing.folder`.
+    """Converts the log files in `config.imports` to traces (token ids of requests and answers) in `tracing.folder`.
+    Skips requests that an earlier import has converted into that folder.
 
     Raises PromptError naming file and line if a file is damaged, of an unknown format or without usable requests. No
-    trace of that file is written then; traces of the files before it are kept.
-    """
+    trace of that file is written then; traces of the files before it are kept."""
     from paceline.loop.record.run import run_imports
 
     return run_imports(config, tracing, progress or Progress())

@@ -18,20 +18,18 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def defaults_of(given: str, model: Path) -> dict[str, float] | None:
-    """Returns the recorded server's default sampling settings, as name -> value; they apply to fields that a request
-    leaves out. A field that is not in the dict is neutral (temperature 1, no filter). Returns None if the defaults are
-    unknown.
+    """Returns the recorded server's defaults of sampling fields that a request leaves out, as name -> value. A field
+    that is not in the dict is neutral (temperature 1, no filter). Returns None if the defaults are unknown.
 
     `given`: the setting `RecordConfig.sampling_defaults`, one of
 
     - "none": returns None;
     - "engine": returns {};
-    - "model": reads generation_config.json in the model's folder, `model`. If this file is missing, returns {} if the
-      folder contains config.json, else None (as for a GGUF file);
+    - "model": reads generation_config.json in the folder `model`. Without this file returns {} if the folder contains
+      config.json, else None (as for a GGUF file);
     - values, such as "temperature=0.6,top_k=20".
 
-    Raises ConfigError for invalid values, ModelFileError for a damaged file.
-    """
+    Raises ConfigError for invalid values, ModelFileError for a damaged file."""
     if given == "none":
         return None
     if given == "engine":
@@ -47,8 +45,8 @@ def defaults_of(given: str, model: Path) -> dict[str, float] | None:
 
 
 def described(defaults: dict[str, float] | None) -> str:
-    """Returns the server's default sampling settings as text, such as "temperature 0.6, top_p 0.95", to print when the
-    recorder starts. `defaults`: name -> value; None if they are unknown."""
+    """Returns the server's default sampling settings as text, such as "temperature 0.6, top_p 0.95". `defaults`: name
+    -> value; None if they are unknown."""
     if defaults is None:
         return "unknown sampling, as the server's defaults are (--sampling-defaults)"
     return ", ".join(f"{name} {value:g}" for name, value in ({"temperature": 1.0} | defaults).items())

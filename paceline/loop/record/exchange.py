@@ -36,10 +36,9 @@ MAX_BYTES = 8 * 2**20
 """Size limit in bytes of a recorded request or answer; larger ones are forwarded, but not recorded."""
 MAX_DECODED = 64 * 2**20
 EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
-"""End of a server-sent event: two line ends of any kind (HTML, 9.2.5). A \\r\\n is one line end, never two."""
+"""End of a server-sent event: two line ends of any kind (HTML, 9.2.5). A \\r\\n is one line end."""
 MAX_MEMBERS = 1000
-"""Limit on the number of members (concatenated parts) of a gzip body, because decompressing each one copies all later
-ones."""
+"""Limit on the members (concatenated parts) of a gzip body: decompressing each one copies all later ones."""
 BOM = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"
 DONE = b"[DONE]"
@@ -66,15 +65,14 @@ class Exchange:
 
     @property
     def mark(self) -> str | None:
-        """Hash (sixteen hex digits) of this request's text in its log file. By this hash, a later import recognises and
-        skips requests that were imported before. None for a request from the proxy."""
+        """Hash (sixteen hex digits) of this request's text in its log file, by which a later import skips it. None for
+        a request from the proxy."""
         text = self.logged_as.encode(errors="replace")
         return hashlib.blake2b(text, digest_size=8).hexdigest() if text else None
 
 
 class Body:
-    """Collects the bytes of a request's or an answer's body. If they exceed 8 MiB (MAX_BYTES), all of them are
-    discarded."""
+    """Collects the bytes of a request's or an answer's body; discards them all if they exceed 8 MiB (MAX_BYTES)."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -90,8 +88,8 @@ class Body:
             self.pieces.clear()
 
     def decoded(self) -> bytes:
-        """Returns the decompressed body. Raises Lost (the request cannot be recorded) if the body is too large,
-        damaged, or in an unknown encoding."""
+        """Returns the decompressed body. Raises Lost (the request cannot be recorded) if it is too large, damaged, or
+        in an unknown encoding."""
         data = b"".join(self.pieces)
         if self.num_bytes > MAX_BYTES:
             raise Lost("size")
@@ -103,8 +101,8 @@ class Body:
 
 
 class Observed:
-    """One request and its answer while the proxy forwards them: collects their bytes, and the times of the answer's
-    first and last byte."""
+    """One request and its answer while the proxy forwards them: their bytes, and the times of the answer's first and
+    last byte."""
 
     def __init__(self, is_chat: bool, headers: Headers) -> None:
         self.is_chat, self.tag = is_chat, headers.get("x-paceline-tag")
@@ -119,7 +117,7 @@ class Observed:
 
     @classmethod
     def of(cls, scope: Scope) -> Observed | None:
-        """Returns a new, empty `Observed` for the request with this ASGI scope; None if it is not a chat or completion
+        """Returns an empty `Observed` for the request with this ASGI scope; None if it is not a chat or completion
         request."""
         is_chat = next((is_chat for end, is_chat in RECORDED_PATHS.items() if scope["path"].endswith(end)), None)
         return None if is_chat is None or scope["method"] != "POST" else cls(is_chat, Headers(scope=scope))
@@ -129,15 +127,14 @@ class Observed:
         return self.request.num_bytes + self.answer.num_bytes
 
     def begins(self, status: int, raw: list[tuple[bytes, bytes]]) -> None:
-        """Called at the beginning of the answer; stores its status, content type and encoding. `raw`: the answer's
-        headers, as (name, value) pairs."""
+        """Stores the answer's status, content type and encoding. `raw`: its headers, as (name, value) pairs."""
         headers = Headers(raw=[(name.lower(), value) for name, value in raw])
         self.is_answered = status == 200
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
         self.answer.encoding = headers.get("content-encoding", "").strip().lower()
 
     def take(self, piece: bytes) -> None:
-        """Appends one piece of the answer's body; the first call stores the time of the answer's first byte."""
+        """Appends one piece of the answer's body; the first call stores the time."""
         self._first_s = self._first_s or time.perf_counter()
         self.answer.take(piece)
 
@@ -145,9 +142,8 @@ class Observed:
         self._ended, self._ended_s = time.time(), time.perf_counter()
 
     def exchange(self) -> Exchange:
-        """Parses the recorded bytes of the request and its answer. This takes milliseconds, so the proxy does it in
-        another thread. Raises Lost (they cannot be recorded) if one of them is too large, incomplete or invalid
-        JSON."""
+        """Parses the recorded bytes. This takes milliseconds, so the proxy does it in another thread. Raises Lost (the
+        request cannot be recorded) if request or answer is too large, incomplete or invalid JSON."""
         request, answer = _object(self.request.decoded()), self.answer.decoded()
         first_token_s = self._first_s - self._began_s if self._first_s and self._is_stream else None
         return Exchange(
@@ -161,8 +157,8 @@ class Observed:
 
 
 def with_fields(body: bytes, names: tuple[str, ...]) -> bytes:
-    """Adds the fields `names` with the value true to the JSON object `body`. Fields that it already has, and all other
-    bytes, stay as they are. A body that is not a JSON object is returned unchanged."""
+    """Adds the fields `names` with the value true to the JSON object `body`, unless it has them. All other bytes stay
+    unchanged, as does a body that is not a JSON object."""
     try:
         request = json.loads(body.decode())
     except (ValueError, RecursionError):

@@ -17,8 +17,7 @@ PREFIX = "paceline:record_"
 
 
 class RecordMetrics(Collector):
-    """Prometheus collector of the recording proxy: chat and completion requests so far and in flight, traces written,
-    bytes that wait to be parsed, and dropped requests by reason. Values are read at each scrape."""
+    """Prometheus collector of the recording proxy. Its values are read at each scrape."""
 
     def __init__(self, proxy: Proxy, waiting_bytes: Callable[[], int], writer: TraceWriter) -> None:
         self.registry = CollectorRegistry()

@@ -43,9 +43,8 @@ DAMAGED = (ValueError, RecursionError, TypeError, AttributeError, KeyError)
 
 
 def exchanges(path: Path) -> Iterator[Exchange]:
-    """Yields the model calls (request and answer) in a file of OpenTelemetry spans (OTLP JSON lines). Spans that
-    failed, or do not contain the text of request and answer, are skipped. Raises PromptError naming a damaged line, or
-    if no usable span is found."""
+    """Yields the model calls (request and answer) in a file of OpenTelemetry spans. Skips spans that failed, or that do
+    not contain the text of request and answer. Raises PromptError naming a damaged line, or if no span is usable."""
     num_spans = num_exchanges = 0
     with reraised(PromptError, f"cannot read {path}", "check --import", OSError), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

@@ -76,11 +76,8 @@ class Reader:
 
     def traces(self, exchange: Exchange) -> Iterator[Trace]:
         """Yields one trace per answer. If the tokens of any answer are unknown, yields one trace per prompt instead,
-        without an answer.
-
-        Raises Lost (the request cannot be recorded) if the request failed, is for a model that is not recorded, or has
-        unsupported fields. Also raises it if the tokens of a prompt are unknown.
-        """
+        without an answer. Raises Lost (the request cannot be recorded) if the request failed, is for a model that is
+        not recorded, or has unsupported fields, or if the tokens of a prompt are unknown."""
         body = exchange.request
         if self._names and body.get("model") not in self._names:
             raise Lost("model")
@@ -138,8 +135,7 @@ class Reader:
         return request.model_copy(update=missing)
 
     def _rounds(self, response: Response, choice: Choice) -> list[Round] | None:
-        """Returns the rounds that the engine reports; None if it reports none, or if the report is wrong: it is then
-        counted."""
+        """Returns the rounds that the engine reports; None without a report, or if it is wrong, which is counted."""
         if choice.acceptance is None:
             return None
         num_tokens = response.usage.get("completion_tokens") if len(response.choices) == 1 else None
@@ -199,8 +195,8 @@ class Reader:
         return {index: ids for index, (ids, _) in known.items()}
 
     def _answer(self, choice: Choice, has_stops: bool) -> tuple[list[int], int] | None:
-        """Returns the certain token ids of an answer that the server did not parse or gave as token ids, and the number
-        that it must have counted; None if unknown."""
+        """Returns (token ids of an answer that are certain, number of tokens that the server must have counted); None
+        if they are unknown."""
         tokenizer, ids = self.tokenizer, choice.token_ids
         if ids is not None:
             if ids and not self._is_valid(ids):

@@ -1,9 +1,7 @@
 """Recovers the tokens of an answer of which the server parsed the reasoning or the tool calls.
 
-The model's own chat template writes the message again, behind the request's conversation. The result is used only if it
-continues the prompt, ends with the model's end token, and contains every parsed part verbatim. The caller compares its
-length with the engine's `usage.completion_tokens`.
-"""
+The model's own chat template writes the message again, behind the request's conversation. The caller compares the
+length of the result with the engine's `usage.completion_tokens`."""
 
 from __future__ import annotations
 
@@ -24,11 +22,10 @@ def rendered_ids(
     request: ChatRequest | CompletionRequest, choice: Choice, prompt_ids: list[int], tokenizer: Tokenizer
 ) -> list[int] | None:
     """Returns the token ids, with the end token, of a chat answer whose reasoning or tool calls the server has parsed.
-    To recover them, the model's chat template renders the conversation again, with the answer as the last message.
+    Renders the conversation again with the model's chat template and the answer as the last message.
 
-    Returns None if that is not reliable: the answer did not end by itself, or the rendered tokens do not begin with the
-    prompt, or a parsed part (text, reasoning, call) is not in the rendered answer.
-    """
+    Returns None if that is not reliable: the answer did not end by itself, the rendered tokens do not begin with the
+    prompt, or a parsed part (text, reasoning, call) is not in the rendered answer."""
     is_whole = choice.finish_reason in WHOLE and choice.stop_reason is None
     if not isinstance(request, ChatRequest) or request.continue_final_message or not choice.is_rendered or not is_whole:
         return None

@@ -39,8 +39,7 @@ class _Report:
         """Raises ValueError if the numbers contradict each other or the answer's number of tokens.
 
         The first token needs no round, and a round without drafts is not reported. The last round may have accepted
-        tokens behind the answer's end.
-        """
+        tokens behind the answer's end."""
         num_verified = self.num_rounds + self.num_accepted
         wrong = (
             self.num_rounds != sum(self.histogram)
@@ -62,12 +61,10 @@ class _Report:
 
 
 def rounds_of(report: Any, num_tokens: int | None) -> list[Round]:
-    """Converts the speculation metrics that vLLM or SGLang reports for one answer to rounds (verification steps), each
-    with its numbers of drafted and accepted tokens. `num_tokens`: tokens of the answer, to check the report; None if
-    unknown.
+    """Converts the speculation metrics that vLLM or SGLang reports for one answer to rounds: drafted and accepted
+    tokens of each. `num_tokens`: tokens of the answer, to check the report; None if unknown.
 
-    Raises ValueError, TypeError or KeyError for a report that is contradictory, incomplete or malformed.
-    """
+    Raises ValueError, TypeError or KeyError for a report that is contradictory, incomplete or malformed."""
     if not isinstance(report, dict):
         raise TypeError("a report of acceptance is an object")
     is_sglang = any(name.startswith(SGLANG_PREFIX) for name in report)

@@ -43,12 +43,10 @@ CLOSE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Result of a recording: the folder of the traces, and the numbers of traces, answers, and dropped requests by
-    reason."""
+    """Result of a recording: where the traces are, and how many requests were recorded or dropped."""
 
     folder: Path
     num_written: int
-    """Number of traces written."""
     num_answers: int = 0
     """Number of traces with an answer; the others have only a prompt."""
     dropped: dict[str, int] = field(default_factory=dict)
@@ -56,8 +54,8 @@ class Recorded:
 
 
 class Recorder:
-    """Queues the requests and answers that the proxy has forwarded; the trace writer's thread parses them. If more than
-    256 MiB (MAX_WAITING_BYTES) are queued, drops further ones. Never blocks or raises."""
+    """Queues the requests and answers that the proxy has forwarded, for the trace writer's thread to parse. Drops new
+    ones while more than 256 MiB (MAX_WAITING_BYTES) are queued. Never blocks or raises."""
 
     def __init__(self, reader: Reader, writer: TraceWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -65,7 +63,6 @@ class Recorder:
         """Bytes queued and parsed; each counter is written by one thread only."""
 
     def waiting_bytes(self) -> int:
-        """Returns the bytes of the requests and answers that are queued and not yet parsed."""
         return self._num_taken - self._num_read
 
     def keep(self, observed: Observed) -> None:
@@ -79,8 +76,7 @@ class Recorder:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn server of the proxy; on a signal it finishes the answers in flight, on a second one it stops
-    immediately."""
+    """Uvicorn server of the proxy. On a signal it finishes the answers in flight; on a second one it stops at once."""
 
     def __init__(
         self, upstream: str, serving: ServeConfig, keep: Callable[[Observed], None], add_fields: str = "none"
@@ -100,9 +96,7 @@ class Server(uvicorn.Server):
 
 
 def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Runs the recording proxy until a signal (SIGINT, SIGTERM) stops it; returns how many traces were written and how
-    many requests were dropped. `serving`: address of the proxy; `tracing`: folder of the traces. Implements
-    `paceline.loop.record.proxy`."""
+    """Implements `paceline.loop.record.proxy`."""
     assert config.upstream is not None
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # hides errors on answers truncated by the upstream
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -139,8 +133,7 @@ def _metrics(config: RecordConfig, server: Server, recorder: Recorder, writer: T
 
 
 def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Converts the log files in `config.imports` to traces in the folder `tracing.folder`. Skips requests that an
-    earlier import has already converted into that folder. Implements `paceline.loop.record.read`."""
+    """Implements `paceline.loop.record.read`."""
     writer, reader = _store(config, tracing)
     known = _known(writer.folder)
     try:

@@ -59,8 +59,8 @@ class _Request:
 
 def exchanges(path: Path, tokenizer: Tokenizer) -> Iterator[Exchange]:
     """Yields requests with their answers from a log of `vllm serve`, in the order of the answers. Requests whose text
-    is truncated in the log are skipped. `tokenizer`: the model's; used to detect truncation. Raises PromptError naming
-    a damaged line, or if the log contains no requests or no answers."""
+    is truncated in the log are skipped; the model's `tokenizer` detects them. Raises PromptError naming a damaged line,
+    or if the log contains no requests or no answers."""
     waiting: dict[str, _Request] = {}
     num_requests = num_answers = 0
     changed = path.stat().st_mtime
@@ -167,9 +167,8 @@ def _params(text: str) -> dict[str, Any]:
 
 
 def _moment(line: str, changed: float) -> float | None:
-    """Returns the line's time in seconds since 1970, or None.
-
-    vLLM logs local time without a year; the latest year is used for which the line is not newer than the file."""
+    """Returns the line's time in seconds since 1970, or None. vLLM logs local time without a year: the latest year is
+    used for which the line is not newer than the file."""
     stamp = STAMP.search(line)
     if stamp is None:
         return None
