@@ -18,8 +18,8 @@ def decide_once(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig) -
 
     Further keys: "hours" (number of hours from the first recorded one to the latest), "with_traffic" (how many of them
     have traffic), "source" ("traces", or "counted.jsonl" for hours from the server's counters) and "left_out" (reason
-    -> number of requests or hours that were not used). Without any traffic the decision's action is "too little", and
-    "source" is missing."""
+    -> number of requests or hours that were not used). Without traffic the action is "too little", and "source" is
+    missing."""
     hours, left_out, source = stored_hours(store)
     lines = rebuilt(SeasonalPolicy(policy, prices), hours, AdaptLog(store.state), max(hours, default=-1) + 1)
     if not lines:

@@ -49,8 +49,8 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig(Checked):
-    """Prices of serving and of training. The policy trains only if the training is expected to save more than it costs.
-    Hours are core-hours or GPU-hours, the same for all prices."""
+    """Prices of serving and training: the policy trains only if that saves more than it costs. Hours are core-hours or
+    GPU-hours, the same for all prices."""
 
     serving_price: Amount = 1.0
     """Price of one serving hour of a core or GPU."""
@@ -67,8 +67,8 @@ class PriceConfig(Checked):
 @dataclass(frozen=True, slots=True)
 class ReplayConfig(Checked):
     """Options of `paceline adapt replay`, which runs a policy (the rules that decide when to train) on past or
-    synthetic traffic, faster than real time. If acceptance falls lastingly (drift) in synthetic traffic, the hour in
-    which this begins is known."""
+    synthetic traffic, faster than real time. In synthetic traffic, the hour of each drift (lasting drop of acceptance)
+    is known."""
 
     scenario: Annotated[str, SCENARIOS] = "two-bases"
     """Synthetic traffic to replay."""

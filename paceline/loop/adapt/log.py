@@ -20,14 +20,13 @@ from paceline.loop.adapt.traffic.stored import FIRST_YEAR
 from paceline.runs.folder import RunFolder, append_lines, plain
 
 FIRST_HOUR = int(FIRST_YEAR // HOUR_S)
-"""First valid hour of an event (in 2020). An earlier hour comes from a wrong clock, and a replay would iterate over all
-hours since then."""
+"""First valid hour of an event (in 2020). A wrong clock gives earlier ones, and a replay would iterate over all hours
+since."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptLog:
-    """Reads and appends the log of `paceline adapt`, the file `log.jsonl` in `folder`. It has one JSON object per hour,
-    with the policy's observations and decision, and one per event, such as a training."""
+    """Reads and appends the log of `paceline adapt`, the file `log.jsonl` in `folder`."""
 
     folder: Path
     late: list[dict[str, Any]] = field(default_factory=list)
@@ -42,13 +41,12 @@ class AdaptLog:
         return RunFolder(self.folder).lines(self.file.name)
 
     def num_odd(self) -> int:
-        """Counts the invalid event lines in the log: those with a missing or damaged field, or with an hour before
-        2020."""
+        """Counts the invalid event lines: those with a missing or damaged field, or an hour before 2020."""
         return sum("event" in line and not is_event(line) for line in self.lines())
 
     def append(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Append a line; returns it. Lines that earlier calls could not write are written before it. Raises CacheError
-        if the file cannot be written; the line is then kept and written by the next call."""
+        """Append a line after those that earlier calls could not write; returns it. Raises CacheError if the file
+        cannot be written; the next call then writes the line."""
         self.late.append(line)
         with reraised(CacheError, f"cannot write {self.file}", "free space, or choose another --state", OSError):
             append_lines(self.file, self.late)
@@ -57,13 +55,13 @@ class AdaptLog:
 
 
 def event_line(hour: int, event: str, **figures: Any) -> dict[str, Any]:
-    """Builds the log line of an event in this hour (since 1970). `event`: name of the event, such as "training" or
-    "swapped"; `figures`: further JSON fields of the line."""
+    """Builds the log line of an event, such as "training" or "swapped", in this hour since 1970. `figures`: further
+    JSON fields."""
     return plain({**_stamped(hour), "event": event, **figures})
 
 
 def told(line: Line) -> dict[str, Any]:
-    """Converts an hour's observations and decision to a JSON object for the log, with the hour's time (UTC) added."""
+    """Converts an hour's observations and decision to a line of the log, with the hour's time (UTC) added."""
     return plain({**_stamped(line.hour), **{key: getattr(line, key) for key in ("seen", "mix", "decision", "notes")}})
 
 
@@ -72,11 +70,11 @@ def _stamped(hour: int) -> dict[str, Any]:
 
 
 def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log: AdaptLog, until: int) -> list[Line]:
-    """Restores the policy's state after a restart, as if the daemon had never stopped: replays the recorded traffic of
-    all hours before `until`, and the logged events. `policy` must be new.
+    """Restores the policy's state after a restart: replays the recorded traffic of all hours before `until`, and the
+    logged events. `policy` must be new. `hours`: hour since 1970 -> cluster -> sums of tokens and rounds.
 
-    `hours`: hour since 1970 -> cluster -> sums of tokens and rounds. Returns one `Line` (observations and decision) for
-    every hour from the first recorded one to the last before `until`, also for hours without traffic."""
+    Returns one `Line` (observations and decision) for every hour from the first recorded one to the last before
+    `until`, also for hours without traffic."""
     events: dict[int, list[dict[str, Any]]] = {}
     for line in log.lines():
         if "event" in line and is_event(line):
@@ -93,8 +91,8 @@ def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log
 
 
 def is_event(line: Mapping[str, Any]) -> bool:
-    """True if a log line describes a valid event: its name is a string, its hour is not before 2020, its cost in hours
-    (if given) is a number, and its clusters are a list of strings."""
+    """True if a log line is a valid event: its name is a string, its hour not before 2020, its cost (if given) a
+    number, and its clusters a list of strings."""
     hour, cost, clusters = line.get("hour"), line.get("cost_hours"), line.get("clusters", [])
     return (
         (type(hour) is int and hour >= FIRST_HOUR and isinstance(line["event"], str))
@@ -104,8 +102,8 @@ def is_event(line: Mapping[str, Any]) -> bool:
 
 
 def apply(policy: SeasonalPolicy, event: Mapping[str, Any]) -> None:
-    """Updates the policy with a logged event: a training began or ended, or some clusters are served by another drafter
-    than before. Other events have no effect."""
+    """Updates the policy with a logged event: a training began or ended, or clusters got another drafter. Other events
+    have no effect."""
     name, hour, clusters = event["event"], event["hour"], tuple(event.get("clusters", ()))
     if event.get("action") == "propose" and name in ("training", "failed"):
         policy.proposed |= set(clusters)

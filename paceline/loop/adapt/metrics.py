@@ -25,9 +25,8 @@ PREFIX = "paceline:adapt_"
 
 
 class AdaptMetrics(Collector):
-    """Prometheus collector of the daemon. Reports for each cluster the acceptance length, its usual value and the alarm
-    (a lasting drop of acceptance); also counts of events such as trainings, and whether the server answers. Values are
-    computed at each scrape."""
+    """Prometheus collector of the daemon: acceptance length and alarms by cluster, counts of events, and whether the
+    server answers. Values are computed at each scrape."""
 
     def __init__(self, policy: SeasonalPolicy) -> None:
         self.registry = CollectorRegistry()

@@ -26,8 +26,8 @@ COLUMNS = (
 
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
-    """Renders the daemon's log (lines from `AdaptLog.lines`) as an HTML page, with acceptance length over time and all
-    decisions. Raises ConfigError if matplotlib is missing."""
+    """Renders the daemon's log (lines from `AdaptLog.lines`) as an HTML page. Raises ConfigError if matplotlib is
+    missing."""
     hours = [line for line in lines if "seen" in line]
     done = [line for line in lines if "event" in line or line["decision"]["action"] not in IDLE]
     last = {"seen": {}, "decision": {"why": "nothing has been seen yet", "declined": {}}} if not hours else hours[-1]

@@ -35,16 +35,14 @@ LEAST_MOVE_S = 30.0
 
 @dataclass(slots=True)
 class Clock:
-    """Detects changes of the system clock by comparing it with the monotonic clock. `wall`, `steady`: latest readings
-    of the two clocks, in seconds."""
+    """Detects changes of the system clock (`wall`) by the monotonic clock (`steady`); latest readings in seconds."""
 
     wall: float
     steady: float
 
     def moved(self, wall: float, steady: float) -> float:
         """Returns the seconds by which the system clock was set forward since the last call (negative: back). Changes
-        of less than 30 seconds count as 0. `wall`, `steady`: present readings of the system clock and the monotonic
-        clock, in seconds."""
+        of less than 30 seconds count as 0. `wall`, `steady`: present readings of both clocks."""
         by = (wall - self.wall) - (steady - self.steady)
         self.wall, self.steady = wall, steady
         return by if abs(by) >= LEAST_MOVE_S else 0.0
@@ -63,8 +61,8 @@ def run(
 ) -> None:
     """Run the adaptation daemon (`paceline adapt watch`) until SIGTERM or Ctrl-C; `say` receives progress texts. Raises
     CacheError if the folder `store.state` cannot be written. Raises ConfigError if another daemon uses this folder, if
-    the metrics port is in use, or if a vLLM or SGLang server is given without the folder of the drafter to restore in a
-    rollback."""
+    the metrics port is in use, or if vLLM or SGLang servers are given without the folder of the drafter that they
+    have."""
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
     incumbent = Path(candidate.incumbent) if Path(candidate.incumbent).is_dir() else None

@@ -4,10 +4,9 @@ drafter (the gate), swaps, watches, rolls back.
     watcher = Watcher(...)
     while True: watcher.tick(time.time()); time.sleep(60)
 
-At most one `Stage` (work such as a training with its deployment) is in progress. It is saved (`state.json`) before it
-begins, so that a killed daemon resumes it. In addition, a drafter that a user loaded by hand may be on probation (trial
-period); meanwhile the daemon deploys no drafter. Only the `Canary` changes the server: to deploy a drafter that passed
-the gate, and to roll back. Any other failure is only logged."""
+At most one `Stage` (work such as a training with its deployment) is in progress. It is saved in `state.json` before it
+begins, so that a killed daemon resumes it. A drafter that a user loaded by hand may be on probation (trial period) at
+the same time; meanwhile the daemon deploys none. Only the `Canary` changes the server. Other failures are logged."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError,
 @dataclass(slots=True)
 class Watcher(Steps):
     """Adaptation daemon: decides once an hour whether to train or to use another drafter, carries the decision out on
-    the server, and judges the result. All that a restarted daemon needs is in the folder `store.state` and in the
-    traces."""
+    the server, and judges the result. A restarted daemon needs only the folder `store.state` and the traces."""
 
     def __post_init__(self) -> None:
         self.log, self.lineage = AdaptLog(self.store.state), Lineage(self.store.state / "lineage.json")
@@ -58,9 +56,8 @@ class Watcher(Steps):
         self.policy.scores = self._scores
 
     def tick(self, now: float) -> None:
-        """Do all work that is due at `now` (seconds since 1970): decide for completed hours, continue work in progress
-        (such as a training or the trial of a drafter), read the servers' counters. Errors of paceline and of the file
-        system are reported with `say`, not raised."""
+        """Do all work that is due at `now` (seconds since 1970): decide for completed hours, continue work in progress,
+        read the servers' counters. Errors of paceline and of the file system are reported with `say`, not raised."""
         for part in (self._hours, self._look, self._save, self._advance, self._save):
             try:
                 part(now)
@@ -198,8 +195,8 @@ class Watcher(Steps):
             self._event(probation.hour, "told", drafter=probation.drafter, why=why)
 
     def clock_moved(self, by: float) -> None:
-        """Correct the times of the work in progress by `by` seconds, by which the system clock was set forward
-        (negative: back)."""
+        """Correct the times of the work in progress after the system clock was set forward by `by` seconds (negative:
+        back)."""
         self.say(f"adapt: the clock was set {'forward' if by > 0 else 'back'} by {abs(by):.0f} s")
         for stage in (self.stage, self.by_hand):
             if stage is not None:
@@ -248,8 +245,8 @@ class Watcher(Steps):
             self.deployment.undo = stage.undo
 
     def stop(self, now: float) -> None:
-        """Stop the running training or gate job (comparison of a candidate with the serving drafter), and close the
-        connections to the servers. A restarted daemon resumes the job. `now`: seconds since 1970."""
+        """Stop the running training or gate job, which a restarted daemon resumes, and close the connections to the
+        servers. `now`: seconds since 1970."""
         if self._job is not None:
             if self.stage is not None:
                 self.stage.pause(now)
