@@ -25,7 +25,7 @@ ENOUGH = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Confirmed alarm about one cluster (group of similar requests). It has one of two causes:
+    """Confirmed alarm about one cluster (group of similar requests), for one of two reasons:
     - The cluster's acceptance length has stayed below its usual value at the same hours of the day and week.
     - The clusters' shares of the traffic have changed lastingly. The alarm then names the cluster that costs the most
       rounds compared with the cluster of highest acceptance length."""
@@ -43,8 +43,8 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """State of the cluster mix (each cluster's share of the traffic), and how far changes of the mix lower the
-    acceptance length of the whole traffic."""
+    """State of the cluster mix (each cluster's share of the traffic), and its effect on the acceptance length of all
+    traffic."""
 
     has_moved: bool = False
     """True if the mix has differed from its usual daily and weekly course for long enough."""
@@ -64,7 +64,7 @@ class Mix:
 @dataclass(frozen=True, slots=True)
 class Customer:
     """Acceptance length of one customer (all requests with one tag), compared with the rest of the traffic. Exists only
-    for tags whose usual acceptance length is known, and for which no drop is detected at present."""
+    for tags whose usual acceptance length is known, and that have no drop at present."""
 
     cluster: str
     share: float
@@ -79,8 +79,7 @@ class Customer:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that `decide` looks at, at the end of an hour: confirmed alarms (lasting drops of acceptance), the cluster
-    mix (each cluster's share of the traffic), large customers, and earlier trainings."""
+    """All that `decide` looks at, at the end of an hour."""
 
     hour: int
     alarms: Sequence[Alarm] = ()
@@ -99,8 +98,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision of the policy for one hour: an action, the clusters (groups of similar requests) that it is for, its
-    reason, and the reasons against other actions."""
+    """Decision of the policy for one hour: an action, the clusters (groups of similar requests) that it is for, and the
+    reasons for it and against other actions."""
 
     action: Action = "none"
     clusters: tuple[str, ...] = ()
@@ -112,7 +111,6 @@ class Decision:
 
     @property
     def is_idle(self) -> bool:
-        """True if the action is "none" or "too little" (too little traffic to judge): nothing is to be done."""
         return self.action in IDLE
 
 
@@ -127,8 +125,7 @@ def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, bef
 
 
 def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
-    """Chooses the policy's action for this hour. The returned decision gives the reason, and why other actions were not
-    chosen.
+    """Chooses the policy's action for this hour, with its reason and why other actions were not chosen.
 
     "score": measure how well the other drafters on the server would do on a cluster. "route": send a cluster's requests
     to one of these drafters. "propose": train an additional drafter for one cluster. "retrain": train a new version of
@@ -197,8 +194,7 @@ def _proposal(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision
 
 
 def _customer(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision | str:
-    """Proposes a drafter for the large customer whose bad acceptance costs most; otherwise returns the reason against
-    it."""
+    """Proposes a drafter for the large customer whose bad acceptance costs most, or returns the reason against it."""
     if waits := _cooling(view, config):
         return waits
     large = [one for one in view.customers if one.share >= config.least_customer and one.cluster not in view.proposed]

@@ -11,9 +11,8 @@ from paceline.loop.adapt.servers.deployment import Deployment
 
 
 def route_of(deployment: Deployment, cluster: str) -> str | None:
-    """Returns the name of the drafter that the server always uses for this cluster. Returns None if no drafter was set
-    for the cluster, if the server does not know the cluster, or if the server cannot route clusters. Raises
-    UnreachableError if the server does not answer."""
+    """Returns the name of the drafter that the server always uses for this cluster. Returns None if none is set, or if
+    the server does not know the cluster or cannot route clusters. Raises UnreachableError if it does not answer."""
     try:
         return deployment.pinned(cluster)
     except UnreachableError:
@@ -23,12 +22,11 @@ def route_of(deployment: Deployment, cluster: str) -> str | None:
 
 
 def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, str]:
-    """Returns the drafter that serves this cluster (group of similar requests), as (name on the server, folder or id).
-    If the cluster is routed to a drafter that is still on the server, this is the drafter; otherwise it is `incumbent`,
-    given as folder or id.
+    """Returns the drafter that serves this cluster (group of similar requests), as (name on the server, folder or id):
+    the one that the cluster is routed to if it is still on the server, else `incumbent` (folder or id).
 
-    Raises DownloadError if the server does not answer, or if the drafter is `incumbent` and a paceline server has not
-    loaded it."""
+    Raises DownloadError if the server does not answer, or if the result would be `incumbent` and a paceline server has
+    not loaded it."""
     name = route_of(deployment, cluster)
     drafter = deployment.members().get(name) if name else None
     return (name, drafter) if name and drafter else (deployment.place_of(incumbent), incumbent)
@@ -36,9 +34,8 @@ def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, 
 
 def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, dict[str, str]]:
     """Returns (folder or id of the drafter that serves the cluster, {name on the server: folder or id} of all other
-    drafters on the server). `incumbent`: folder or id of the drafter that serves clusters without a route. Raises
-    DownloadError if the server does not answer, cannot route the cluster, or has not loaded the drafter that should
-    serve it."""
+    drafters). `incumbent`: folder or id of the drafter that serves clusters without a route. Raises DownloadError if
+    the server does not answer, cannot route the cluster, or has not loaded `incumbent`."""
     deployment.pinned(cluster)
     name, drafter = serving(deployment, cluster, incumbent)
     return drafter, {member: made_from for member, made_from in deployment.members().items() if member != name}
@@ -52,12 +49,11 @@ def scores(
     fired_at: int,
     current: float,
 ) -> dict[str, float] | None:
-    """Predicts the acceptance length that each other drafter on the server would have on this cluster (group of similar
-    requests). Returns {drafter's name on the server: acceptance length}, only for drafters that passed the gate, the
-    comparison of a drafter with the one that serves the cluster.
+    """Predicts the acceptance length of the other drafters on the server on this cluster (group of similar requests).
+    Returns {drafter's name: acceptance length} of those that passed the gate, the comparison with the serving drafter.
 
-    The gate measures the acceptance length of both on stored requests. The prediction is `current`, the present
-    acceptance length of the serving drafter, times the ratio of the two (other drafter / serving drafter).
+    The prediction is `current`, the present acceptance length of the serving drafter, times the ratio that the gate
+    measured on stored requests (other drafter / serving drafter).
 
     `scored`: the gate's latest results, {"hour": hour of the comparison, "members": {drafter's name: verdict as JSON}}.
     `fired_at`: hour of the alarm. `incumbent`: folder or id of the drafter that serves clusters without a route.

@@ -96,7 +96,7 @@ class _MixHour:
 
 
 class SeasonalPolicy:
-    """Detects drops of acceptance length below its usual value at this hour of the day and week, for each cluster
+    """Detects lasting drops of acceptance length below its usual value at this hour of the week, for each cluster
     (group of similar requests), and lasting changes of the clusters' shares of the traffic. Reacts with the cheapest
     action that suffices: another drafter that is already on the server, an additional drafter, or a training."""
 
@@ -106,9 +106,8 @@ class SeasonalPolicy:
         prices: PriceConfig | None = None,
         scores: Callable[[str], Mapping[str, float] | None] = lambda cluster: {},
     ) -> None:
-        """`scores(cluster)`, called only at an alarm (a lasting drop of acceptance), returns {drafter: acceptance
-        length on the newest traces} of the drafters that do not serve the cluster; None if they must be scored
-        first."""
+        """`scores(cluster)`, called only at an alarm, returns {drafter: acceptance length on the newest traces} of the
+        drafters that do not serve the cluster; None if they must be scored first."""
         self.config = config or PolicyConfig()
         self.prices = prices or PriceConfig()
         self.scores = scores
@@ -132,14 +131,13 @@ class SeasonalPolicy:
 
     @property
     def tracked(self) -> list[str]:
-        """Names of the clusters that have their own statistics, if some clusters have not: after `max_clusters`
-        clusters, all new ones are counted together as the cluster "other". Returns [] if every cluster has its own
-        statistics."""
+        """Names of the clusters that have their own statistics; [] if all have. After `max_clusters` clusters, all new
+        ones are counted together as the cluster "other"."""
         return [name for name in self.clusters if name != OTHER] if OTHER in self.clusters else []
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Add the traffic of one hour and decide on an action, such as "retrain", "route" or "none". Returns the hour's
-        figures and the decision. `number`: the hour, counted from 1970. `seen`: cluster -> sums of tokens and rounds.
+        """Add the traffic of one hour and decide on an action, such as "retrain", "route" or "none". `number`: the
+        hour, counted from 1970. `seen`: cluster -> sums of tokens and rounds.
 
         Hours must be given in increasing order. An hour that is not later than the previous one is ignored; the
         returned line then has a note and no figures."""
@@ -173,16 +171,16 @@ class SeasonalPolicy:
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
         """Record that a training has ended, in hour `number` (since 1970). `clusters`: those that the new drafter
-        serves from now on; empty if it is not used. `hours`: core- or GPU-hours that the training took. They become the
-        assumed cost of later trainings; with None the assumed cost stays the same."""
+        serves from now on; empty if it is not used. `hours`: core- or GPU-hours of the training, from now on the
+        assumed cost of later ones; None leaves that cost as it is."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)
         self.routed(number, clusters)
 
     def routed(self, number: int, clusters: tuple[str, ...]) -> None:
-        """Record that these clusters are served by another drafter than before, from hour `number` (since 1970) on.
-        Their usual acceptance length is then estimated anew."""
+        """Record that these clusters are served by another drafter from hour `number` (since 1970) on. Their usual
+        acceptance length is then estimated anew."""
         for name in clusters:
             if name in self.clusters:
                 self.clusters[name].series.change_drafter(number)
@@ -345,8 +343,8 @@ def _correlation(by_hour: Mapping[int, float], lag: int) -> float:
 
 
 class NaivePolicy:
-    """Retrains whenever acceptance length is more than 5% below its best since the last training. Unlike the seasonal
-    policy it does not know that acceptance may differ by time of day."""
+    """Retrains whenever acceptance length is more than 5% below its best since the last training, at whatever time of
+    day."""
 
     WINDOW, LEAST_LOSS = 4, 0.05
 
@@ -357,8 +355,8 @@ class NaivePolicy:
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
         """Decide for hour `number` (since 1970). The action is "retrain" if acceptance length over the last four hours
-        with traffic is more than 5% below its best four-hour value since the last training; otherwise, and while a
-        training runs, "none". `seen`: cluster -> sums of tokens and rounds."""
+        with traffic is more than 5% below its best four-hour value since the last training. Otherwise, and while a
+        training runs, it is "none". `seen`: cluster -> sums of tokens and rounds."""
         observed = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
         if self.is_training or not seen:
             why = "a training is running" if self.is_training else "no traffic"
