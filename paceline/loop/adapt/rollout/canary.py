@@ -26,18 +26,16 @@ MOST_READINGS = 120
 
 @dataclass(slots=True)
 class Canary:
-    """Puts a new drafter on a running deployment for a trial period (probation), judges it by the servers' counters,
-    and keeps it or rolls it back. A deployment is either one paceline server, or one or more vLLM or SGLang servers
-    with one drafter each. Of several servers only the first one tries the new drafter, and is compared with the
-    others."""
+    """Puts a new drafter on running servers for a trial period (probation), judges it by their counters, and keeps it
+    or rolls it back. The servers are one paceline server, or one or more vLLM or SGLang servers. Of several only the
+    first one tries the new drafter, and is compared with the others."""
 
     deployment: Deployment
     traces: Path
     counted: CountedHours | None = None
     """Hourly sums computed from counters, for servers whose traces contain no rounds; else None."""
     known: dict[str, str] | None = None
-    """Name -> drafter, for the drafters on the server that the daemon loaded or has already seen. None: not read
-    yet."""
+    """Name -> drafter, for the drafters on the server that the daemon knows. None: not read yet."""
     readings: deque[tuple[float, Counts]] = field(default_factory=lambda: deque(maxlen=MOST_READINGS))
     before: dict[str, float] = field(default_factory=dict)
     """Acceptance lengths before the latest probation, if its drafter was rolled back (`Stage.before`): the standard
@@ -45,8 +43,8 @@ class Canary:
     before_variances: dict[str, float] = field(default_factory=dict)
 
     def read(self, now: float) -> Counts:
-        """Read the server's counters at `now` (seconds since 1970) and return them. If the field `counted` is set, the
-        reading is also added to its hourly sums."""
+        """Read the server's counters at `now` (seconds since 1970); also adds them to the hourly sums `counted`, if
+        set."""
         counts = self.deployment.counts()
         if self.counted:
             self.counted.read(now, counts)
@@ -67,8 +65,8 @@ class Canary:
 
     def look(self, now: float) -> Stage | None:
         """Read the counters and the list of drafters. If a user has loaded a drafter since the last call, begin its
-        trial period and return it as a new `Stage` in the step "probation"; else return None. If there are several new
-        drafters, each call returns one of them. `now`: seconds since 1970."""
+        trial period and return it as a new `Stage` in the step "probation"; else return None. Of several new drafters
+        each call returns one. `now`: seconds since 1970."""
         self.readings.append((now, self.read(now)))
         members, known = self.deployment.members(), self.known
         new = sorted(name for name, drafter in members.items() if known is not None and known.get(name) != drafter)
@@ -95,8 +93,7 @@ class Canary:
         - other kinds: the drafter is loaded.
 
         `save` must store `stage`, which holds what a rollback needs. It is called before each change of the server,
-        since this process may be killed during the change. An error that `save` raises stops the change and is passed
-        on.
+        since this process may be killed during the change. An error of `save` stops the change and is passed on.
 
         Raises DownloadError if the server refuses the drafter, DeployError if anything else prevents the change,
         UnreachableError if the server does not answer."""
@@ -130,10 +127,9 @@ class Canary:
         stage.begin_counting(counts, now + time.monotonic() - began_s, self.deployment.counts_apart())
 
     def spread(self, stage: Stage, save: Callable[[], None]) -> None:
-        """After the trial on the first server, load the stage's drafter on the other servers, too. `save` must store
-        `stage`, which holds what a rollback needs; it is called before each server gets the drafter. Raises
-        DownloadError if a server refuses the drafter or does not answer. An error that `save` raises stops the load and
-        is passed on."""
+        """After the trial on the first server, load the stage's drafter on the others, too. `save` must store `stage`;
+        it is called before each server gets the drafter, and its errors are passed on. Raises DownloadError if a server
+        refuses the drafter or does not answer."""
 
         def save_undo() -> None:
             stage.undo = self.deployment.undo
@@ -145,12 +141,11 @@ class Canary:
             stage.undo = self.deployment.undo
 
     def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
-        """Judge the drafter on trial (on probation) at `now`, in seconds since 1970. Returns None while the trial
-        continues, else (result, reason as text).
+        """Judge the drafter on trial (probation) at `now`, in seconds since 1970. Returns None while the trial
+        continues, else (result, reason as text). Changes nothing on the server.
 
         The result is "kept", "rolled back" (the server is worse than before), "unproven" (it could not be judged) or
-        "gone" (the drafter has left the server). Nothing is changed on the server: the caller must act on the
-        result."""
+        "gone" (the drafter has left the server)."""
         counts = self.read(now)
         if not self.deployment.is_well():
             return "unproven", "the server is not well"
@@ -184,17 +179,16 @@ class Canary:
         self.before, self.before_variances = {}, {}
 
     def roll_back(self, stage: Stage) -> None:
-        """Undo the swap of `stage`: restore the drafters and routes that the servers had before. If a user has loaded
-        another drafter meanwhile, the next `look` finds it."""
+        """Restore the drafters and routes that the servers had before the swap of `stage`. If a user has loaded another
+        drafter meanwhile, the next `look` finds it."""
         self.deployment.roll_back()
         self.readings.clear()  # they reach into the probation
         self.before, self.before_variances = stage.before, stage.before_variances
         self._set_known(stage.member, self.deployment.members().get(stage.member))
 
     def forget(self, stage: Stage) -> None:
-        """Forget the drafter of `stage`, which has left the server. Changes nothing on the server; the stage's changes
-        can no longer be rolled back. If a drafter that the daemon does not know now has the same name, the next `look`
-        begins a trial of it."""
+        """Forget the drafter of `stage`, which has left the server; the stage's changes can no longer be rolled back.
+        If a drafter that the daemon does not know now has the same name, the next `look` begins a trial of it."""
         before = next((change[2] for change in stage.undo if change[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self.readings.clear()

@@ -26,7 +26,7 @@ hundred."""
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Numbers of failed requests and of all finished requests."""
+    """Numbers of failed and of all finished requests."""
 
     failed: float
     requests: float
@@ -42,23 +42,23 @@ def fall(
     """Tests if acceptance length fell from `before` to `now` by more than the share `most` (0.05: 5%), and by more than
     chance explains (3.5 standard errors). If so, returns a text such as "2.71 tokens a round, 3.02 before"; else None.
 
-    `log_variance`: squared standard error of log(now / before). `source`: text to put after "tokens a round", such as "
-    by its metrics". `where`: text to put after the value of `before`."""
+    `log_variance`: squared standard error of log(now / before). `source`: text after "tokens a round", such as " by its
+    metrics". `where`: text after the value of `before`."""
     is_less = now < (1 - most) * before and math.log(before / now) > FALL_ERRORS * math.sqrt(log_variance)
     return f"{now:.2f} tokens a round{source}, {before:.2f} {where}" if is_less else None
 
 
 def variance_of_readings(sums: Sums, requests: float) -> float:
-    """Squared standard error of the log of acceptance length, if acceptance length is computed from readings of a
-    server's counters. `sums`: tokens and rounds between consecutive readings; each interval between two readings counts
-    as one request. `requests`: true number of requests that ended in all these intervals."""
+    """Squared standard error of the log of acceptance length, for acceptance length computed from a server's counters.
+    `sums`: tokens and rounds between consecutive readings, where each interval counts as one request. `requests`: true
+    number of requests that ended in all intervals."""
     return sums.log_variance_of(max(requests / max(sums.requests, 1), 1.0))
 
 
 def more_failures(before: Failures, now: Failures, most: float, where: str = "before") -> str | None:
     """Tests if the share of failed requests (0 to 1) rose by more than `most`, and by more than chance explains. If so,
-    returns a text with both shares. Otherwise returns None, also if `now` has fewer than 20 requests or 3 failures.
-    `where`: where or when `before` was measured, for the text."""
+    returns a text with both shares; else None, also if `now` has fewer than 20 requests or 3 failures. `where`: where
+    or when `before` was measured, for the text."""
     if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
         return None
     if chance_of(before, now) >= LEVEL:
@@ -68,11 +68,10 @@ def more_failures(before: Failures, now: Failures, most: float, where: str = "be
 
 
 def chance_of(before: Failures, now: Failures) -> float:
-    """Probability that, of `now.requests` requests, at least `now.failed` fail if the failure rate is still that of
-    `before`. Computed with the one-sided exact test of Fisher (1934).
+    """Probability that at least `now.failed` of `now.requests` requests fail if the failure rate is still that of
+    `before`: one-sided exact test of Fisher (1934).
 
-    The test adds 100 requests, one of them failed, to `before`. A server without earlier data is therefore assumed to
-    fail 1% of requests."""
+    The test adds 100 requests, one of them failed, to `before`: a server without earlier data is assumed to fail 1%."""
     newer, older = round(now.requests), round(max(before.requests, 0)) + PRIOR_REQUESTS
     failed = round(now.failed) + round(max(before.failed, 0)) + PRIOR_FAILED
     whole = _log_choose(newer + older, failed)

@@ -10,10 +10,9 @@ A stage is saved (`state.json`) before it begins. `kind` is its purpose, `name` 
     found      probation                                  judge a drafter that a user loaded by hand
 
 A cluster is a group of similar requests, the gate a test of drafters on stored requests, a probation the trial period
-of a new drafter. Of several servers only the first one, the canary, is on probation, compared with the others over the
-same time; a step `spread` then loads the drafter on these. `undo` follows a swap that was refused or given up, and a
-failed probation. Every step can be repeated after a server that did not answer, a full disk, or a restart of the
-daemon."""
+of a new drafter. Of several servers only the first one, the canary, is on probation, compared with the others; a step
+`spread` then loads the drafter on these. `undo` follows a swap that was refused or given up, and a failed probation.
+Every step can be repeated after a failure, or a restart of the daemon."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ WHOLE = ""
 
 @dataclass(slots=True)
 class Stage:
-    """One piece of work of the daemon, such as a training or the exchange of a drafter: its kind, the step that it is
-    in, and all data that a restarted daemon needs to continue it."""
+    """One piece of work of the daemon, such as a training or the exchange of a drafter: its kind, its current step, and
+    all data that a restarted daemon needs to continue it."""
 
     kind: str
     name: str
@@ -126,13 +125,11 @@ class Stage:
         return self.kind in ("retrain", "propose") and self.name not in ("probation", "spread", "undo")
 
     def lasted(self, now: float) -> float:
-        """Seconds that the current step has lasted at `now` (seconds since 1970), corrected for changes of the system
-        clock."""
+        """Seconds that the current step has lasted at `now` (seconds since 1970), corrected for clock changes."""
         return now - self.began - self.skew
 
     def pause(self, now: float) -> None:
-        """Add the time for which the current training has run until `now` (seconds since 1970) to the field `used`.
-        Called when the daemon stops. Does nothing in steps other than "training"."""
+        """Add the time for which a current training has run until `now` (seconds since 1970) to the field `used`."""
         if self.name == "training":
             self.used += max(self.lasted(now), 0.0)
             self.began, self.skew = now, 0.0
@@ -145,19 +142,19 @@ class Stage:
 
     def wait(self, now: float) -> None:
         """Record that the server did not answer at `now` (seconds since 1970), and set the time of the next try. Pauses
-        double from 1 minute to 1 hour; during the trial period of a new drafter (probation) there is no pause."""
+        double from 1 minute to 1 hour; during a probation there is no pause."""
         self.away_since = self.away_since or now
         pause = min(FIRST_WAIT_S * 2 ** min(self.num_tries, 10), LONGEST_WAIT_S)  # 2.0**1024 overflows
         self.wait_until = now if self.name == "probation" else now + pause
         self.num_tries += 1
 
     def reached(self) -> None:
-        """Record that the server answers, which ends a pause set by `wait`."""
+        """Record that the server answers."""
         self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
     def begin_probation(self, traces: Path, earlier: Sequence[Counts], counts: Counts, now: float) -> None:
-        """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970. First computes
-        acceptance length, time per round and failures of the time before, with which later values are compared.
+        """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970. First computes the
+        figures of the time before, with which later ones are compared.
 
         Each cluster's acceptance length comes from the last 24 hours in the folder `traces`. The whole server's
         acceptance length, time per round and failures come from its counters: `earlier` are earlier readings, oldest
@@ -174,9 +171,8 @@ class Stage:
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float, apart: tuple[Counts, Counts] | None = None) -> None:
-        """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970, and store the counter
-        values at its start. Values of the time before the new drafter, which `begin_probation` has stored, stay
-        unchanged.
+        """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970, and store the counters
+        at its start. The figures that `begin_probation` has stored stay unchanged.
 
         `counts`: counters of all servers together. `apart`: with several servers, stored instead of `counts`: (counters
         of the first server, which has the new drafter; sum of the other servers' counters)."""
@@ -186,9 +182,9 @@ class Stage:
         self.sums = []
 
     def look(self, counts: Counts, drafts: float | None) -> None:
-        """Store a reading of the server's counters during the trial period of a drafter. If counters fell, the server
-        was restarted: then counting starts again from this reading. `drafts`: rounds in which this stage's drafter has
-        drafted, by the server's counter; None if the server does not count by drafter."""
+        """Store a reading of the server's counters during a trial period. If counters fell, the server was restarted:
+        then counting starts again from this reading. `drafts`: rounds in which this stage's drafter has drafted; None
+        if the server does not count by drafter."""
         if is_restarted(Counts(*self.seen), counts):
             self.counted = self.seen = list(astuple(counts))
             self.sums = []
@@ -227,8 +223,8 @@ class Stage:
 
     def fault_of_canary(self, config: WatchConfig) -> str | None:
         """Compares the first server, which has the new drafter, with the other servers since the start of the trial
-        period. Returns a text if the first server has clearly more failures or a clearly lower acceptance length; else
-        None. `config` sets the limits."""
+        period. Returns a text if it has clearly more failures or a clearly lower acceptance length; else None. `config`
+        sets the limits."""
         canary, others = self._gains()
         where = "on the other servers"
         before, now = (Failures(each.errors, each.requests) for each in (others, canary))
@@ -242,10 +238,9 @@ class Stage:
         return fall(lengths[0], lengths[1], variance, config.most_drop, " on the canary", where)
 
     def kept_why(self, drafts: float | None) -> str:
-        """Returns a text that says why the new drafter is kept. With one server, the text says in how many rounds
-        nothing got worse. With several, it gives acceptance length on the first server, which has the new drafter, and
-        on the others. `drafts`: the server's count of rounds of this stage's drafter; None if it does not count by
-        drafter."""
+        """Returns a text that says why the new drafter is kept: with one server in how many rounds nothing got worse,
+        with several their acceptance lengths. `drafts`: the server's count of rounds of this stage's drafter; None if
+        it does not count by drafter."""
         if not self.others:
             return f"nothing fell in {self.rounds(drafts):g} rounds"
         canary, others = self._gains()
@@ -253,11 +248,11 @@ class Stage:
         return f"{figures[0]} in {canary.rounds:g} rounds of the canary, {figures[1]} on the other servers"
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Checks at `now` (seconds since 1970) if the trial period can end; to be called only if `fault` found nothing.
-        `drafts`: the server's count of rounds of this stage's drafter; None if it does not count by drafter. Returns:
+        """Checks at `now` (seconds since 1970) if the trial period can end, once `fault` has found nothing. `drafts`:
+        the server's count of rounds of this stage's drafter; None if it does not count by drafter. Returns:
         - "proven": `config.probation_minutes` have passed, with at least 200 rounds.
-        - "unproven": there are fewer than 200 rounds after `config.most_probation_hours`. Also returned in place of
-          "proven" if the clock was set back and the whole server's earlier acceptance length is unknown.
+        - "unproven": there are fewer than 200 rounds after `config.most_probation_hours`. Also in place of "proven" if
+          the clock was set back and the whole server's earlier acceptance length is unknown.
         - None: the trial continues."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
@@ -270,9 +265,9 @@ class Stage:
         failures, a longer time per round or a lower acceptance length; else None. `counts`: the server's counters at
         `now`, in seconds since 1970; `config` sets the limits.
 
-        Acceptance length is compared cluster by cluster if the traces (files in the folder `traces`) have at least 200
-        rounds of the trial period. Otherwise, the whole server's is compared, from its counters. If the clock was set
-        back, both are compared, since traces may be missing."""
+        Acceptance length is compared by cluster if the files in `traces` have at least 200 rounds of the trial period,
+        otherwise for the whole server, from its counters. If the clock was set back, both are compared, since traces
+        may be missing."""
         then = Counts(*self.counted) + (Counts(*self.others) if self.others else Counts())
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):
@@ -310,8 +305,7 @@ def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bo
 
 
 def word_of(clusters: Sequence[str]) -> str:
-    """Joins the names of these clusters to one name, for a folder or a drafter: letters, digits and dashes, at most 40
-    characters."""
+    """Joins the names of these clusters to one name of letters, digits and dashes, at most 40 characters."""
     return "-".join(re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "cluster" for name in clusters)[:40]
 
 

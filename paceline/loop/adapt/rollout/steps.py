@@ -1,8 +1,8 @@
 """Steps of the daemon's work: runs trainings and gates (tests of new drafters) as background jobs, then changes the
 server.
 
-A step that fails, because of a full disk or a server that does not answer, is repeated at a later call of
-`Watcher.tick`; it continues where it failed."""
+A step that fails, for example because a disk is full or a server does not answer, is repeated at a later call of
+`Watcher.tick`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ STOPPED = -1000
 
 @dataclass(slots=True)
 class Steps:
-    """Base class of the daemon: its state, and the methods that do the steps of its current `Stage` (a piece of work,
-    such as a training)."""
+    """Base class of the daemon: its state, and the steps of its current `Stage` (a piece of work, such as a
+    training)."""
 
     store: StoreConfig
     engine: EngineConfig
