@@ -26,8 +26,8 @@ MEMORY_WEEKS = 8.0
 
 
 class Seasonal:
-    """Learns the usual log acceptance length at each hour of the week from hourly observations, and predicts it. To
-    judge an hour by the earlier ones, call `predict` before `learn` adds it."""
+    """Learns the usual log acceptance length at each hour of the week, and predicts it. To judge an hour by the earlier
+    ones, call `predict` before `learn` adds it."""
 
     def __init__(self) -> None:
         self._weights = np.zeros((7, DAY))
@@ -39,8 +39,8 @@ class Seasonal:
 
     @property
     def has_day(self) -> bool:
-        """True if there are at least 24 observed hours, and more than two days from the first to the last: enough to
-        compare hours of the day."""
+        """True if there is enough data to compare hours of the day: 24 observed hours, and more than two days from the
+        first to the last."""
         return self._span > 2 * DAY and self.num_hours >= DAY
 
     @property
@@ -53,7 +53,7 @@ class Seasonal:
 
     def learn(self, hour: int, value: float, variance: float) -> None:
         """Add the observation of one hour (counted from 1970). `value`: log acceptance length; `variance`: its squared
-        standard error. Observations that are not finite are ignored."""
+        standard error. Values that are not finite are ignored."""
         if not (math.isfinite(value) and math.isfinite(variance)):
             return
         if self.last is not None and hour > self.last:
@@ -79,14 +79,13 @@ class Seasonal:
         return level + float(values[day, of_day]), variance + float(variances[day, of_day])
 
     def shared_variance(self, hour: int) -> float:
-        """Returns the variance of the prediction's errors that are the same for all hours of this day: errors of the
-        overall level and of the effect of the day of the week. `hour`: any hour of the day, counted from 1970."""
+        """Returns the variance of the prediction errors that all hours of a day share: those of the level and of the
+        day of the week. `hour`: any hour of the day, counted from 1970."""
         _, variance, _, _, days = self._fit or self._fitted()
         return variance + float(days[day_and_hour(hour)[0], 0])
 
     def shift(self, by: float) -> None:
-        """Add `by` (difference of log acceptance length) to all earlier observations: the usual level has changed, for
-        example with another drafter."""
+        """Add `by` (difference of log acceptance length) to all earlier observations: the usual level has changed."""
         self._sums += self._weights * by
         self._fit = None
 

@@ -53,8 +53,8 @@ State = Literal["learning", "calm", "raised", "held"]
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Difference of one hour's log acceptance length from its usual value (`value`), and the variance of this
-    difference. `raw`: the log acceptance length itself; `raw_variance`: its squared standard error."""
+    """Difference of one hour's log acceptance length from its usual value (`value`), and its variance. `raw`: the log
+    acceptance length itself; `raw_variance`: its squared standard error."""
 
     hour: int
     value: float
@@ -98,8 +98,7 @@ class Series:
     """Exponentially weighted sums of (residual x previous residual) and of squared residuals."""
 
     def update(self, hour: int, value: float, variance: float) -> None:
-        """Add an hour's `value` (log acceptance length, or a similar quantity); `variance` is its squared standard
-        error."""
+        """Add an hour's `value`, with its squared standard error `variance`."""
         predicted, predicted_variance = self.season.predict(hour)
         self.expected = predicted if math.isfinite(predicted_variance) else None
         if self._level_residuals is not None:
@@ -123,9 +122,8 @@ class Series:
         self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
-        """Must be called after every hour, with or without traffic. At the end of each day since the alarm (a drop
-        below the usual course) was raised, decides if the alarm continues, is confirmed, or ends. Does nothing without
-        an alarm."""
+        """Must be called after every hour, with or without traffic. At the end of each day since an alarm (drop below
+        the usual course) was raised, decides if it continues, is confirmed, or ends."""
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._num_days:
             return
         self._num_days = (hour + 1 - self.raised_at) // DAY
@@ -141,8 +139,8 @@ class Series:
             self.state, self.held_at = "held", hour
 
     def _judge(self, hours: list[Residual]) -> Literal["lasts", "undecided", "lapsed"]:
-        """Judge hours by their mean, so that each counts the same, and by their median: a short incident, however
-        deep, is no drift. Too few hours are undecided, and are judged together with later ones."""
+        """Judge hours by their mean, so that each counts the same, and by their median: a short incident, however deep,
+        is no drift. Too few hours are undecided, and judged with later ones."""
         if len(hours) < LEAST_HOURS:
             return "undecided"
         self._num_judged = len(self.evidence)
@@ -156,16 +154,15 @@ class Series:
         return "lasts" if self.loss >= self.config.least_loss else "undecided"
 
     def end_alarm(self) -> None:
-        """End the alarm (a drop below the usual course). The hours since it was raised are then learned as usual hours,
-        too."""
+        """End the alarm. The hours since it was raised are then learned as usual hours, too."""
         for residual in self.evidence:
             self._learn(residual.hour, residual.raw, residual.raw_variance)
         self._calm()
 
     def change_drafter(self, hour: int) -> None:
         """Record that another drafter serves this traffic from `hour` (since 1970) on, and end any alarm. The usual
-        level of acceptance is then estimated anew, from a day of traffic; the usual differences between hours are kept.
-        With at most two days of earlier traffic, the differences are learned anew, too."""
+        level is then estimated anew, from a day of traffic; the usual differences between hours are kept. With at most
+        two days of earlier traffic, the differences are learned anew, too."""
         self._calm()
         if self.season.has_day:
             self._level_residuals, self._changed_at = [], hour
@@ -178,8 +175,8 @@ class Series:
         return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
-        """Discard the usual daily and weekly course, estimate it from `hours`, and end any alarm. Each element of
-        `hours` is (hour since 1970, log acceptance length or a similar value, its squared standard error)."""
+        """Estimate the usual daily and weekly course anew from `hours`, and end any alarm. Each element is (hour since
+        1970, log acceptance length or a similar value, its squared standard error)."""
         self.season = Seasonal()
         for hour, value, variance in hours:
             self._learn(hour, value, variance)

@@ -41,8 +41,8 @@ since few requests cannot estimate it."""
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums over requests: their number, their tokens and rounds, and the squares and products of tokens and rounds, for
-    the standard error of acceptance length. Each answer's first token is not counted: it needs no round."""
+    """Sums over requests: their number, their tokens and rounds, and the squares and products of these, for the
+    standard error of acceptance length. Each answer's first token is not counted: it needs no round."""
 
     requests: float = 0
     tokens: float = 0.0
@@ -54,8 +54,8 @@ class Sums:
 
     @classmethod
     def of(cls, requests: Iterable[tuple[float, float]]) -> Sums:
-        """Sum up requests, each given as (tokens, rounds). Tokens are counted without the answer's first one, which
-        needs no round. Requests without a round are left out."""
+        """Sum up requests, each given as (tokens without the answer's first one, rounds). Requests without a round are
+        left out."""
         terms = [(t, r, t * t, t * r, r * r) for t, r in requests if r > 0]
         return cls(len(terms), *map(math.fsum, zip(*terms, strict=True)))
 
@@ -71,13 +71,13 @@ class Sums:
 
     @property
     def log_variance(self) -> float:
-        """Squared standard error of the log of acceptance length (`tokens_per_round`); infinite without a request."""
+        """Squared standard error of the log of acceptance length; infinite without a request."""
         return self.log_variance_of(1.0)
 
     def log_variance_of(self, requests_each: float) -> float:
-        """Squared standard error of the log of acceptance length, as `log_variance`, for sums that count groups of
-        requests as one request each. Such a group is, for example, all requests between two readings of a server's
-        counters. `requests_each`: mean number of requests in a group. Groups are assumed to be independent."""
+        """Like `log_variance`, for sums that count groups of requests as one request each, such as all requests between
+        two readings of a server's counters. `requests_each`: mean number of requests in a group. Groups are assumed to
+        be independent."""
         if not self.requests or self.tokens <= 0:
             return math.inf
         ratio, mean = self.tokens_per_round, self.tokens / self.requests
@@ -88,8 +88,7 @@ class Sums:
 
     @property
     def num_effective(self) -> float:
-        """Effective number of requests (Kish's formula). Long answers weigh more, so it is below the number of
-        requests; if all are equally long, both are the same."""
+        """Effective number of requests (Kish's formula): the number of requests if all are equally long, else less."""
         return self.tokens**2 / self.tokens_2 if self.tokens_2 else 0.0
 
 

@@ -45,8 +45,7 @@ drift counts as true if it was confirmed: the confirmation is due to the drift."
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one replay of a policy on synthetic traffic: how many trainings it began, how many alarms (detected
-    drops of acceptance) were true, how fast it reacted to the drift, and the acceptance length over all hours."""
+    """Result of one replay of a policy on synthetic traffic. An alarm is a detected drop of acceptance."""
 
     retrains: int
     false_alarms: int
@@ -66,9 +65,8 @@ class Outcome:
 
     @property
     def net_tokens_per_s(self) -> float:
-        """Tokens per second of one request, reduced by the cost of training: multiplied by serving cost / (serving cost
-        + cost of all trainings). The serving cost is the price of every hour of the replay, with or without
-        requests."""
+        """Tokens per second of one request, times serving cost / (serving cost + cost of all trainings); see the
+        module."""
         tokens_per_s = 1000 * self.tokens_per_round / self.prices.round_ms
         serving = self.hours * self.prices.serving_price
         cost = serving + TRAINING_HOURS * self.trainings * self.prices.training_price
@@ -110,8 +108,8 @@ def fortnight(
     world: World, policy: Policy, report: Callable[[Line], Any] = lambda line: None, prices: PriceConfig | None = None
 ) -> Outcome:
     """Replays a policy hour by hour on the synthetic traffic of `world`. Trainings that it decides on are simulated,
-    and change the acceptance of later hours. `report` is called with the policy's observations and decision of every
-    hour. `prices`: prices for the result's net tokens/s."""
+    and change the acceptance of later hours. `report` gets the policy's line of every hour. `prices`: for the result's
+    net tokens/s."""
     is_seasonal, prices = isinstance(policy, SeasonalPolicy), prices or PriceConfig()
     window: tuple[int, int] | None = None  # hours that the training in progress uses
     ends, is_member, clusters = 0, False, tuple[str, ...]()

@@ -43,8 +43,7 @@ FIRST_YEAR, _AHEAD_S = 1_577_836_800, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A finished request, read from its trace: tokens of prompt and answer, sampling settings, cluster (group of
-    similar requests) and hour, counted from 1970."""
+    """A finished request, read from its trace. `hour` counts from 1970; a cluster is a group of similar requests."""
 
     key: str
     cluster: str
@@ -67,8 +66,8 @@ def read_hours(
     folder: Path, since: int = 0, now: float | None = None
 ) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
     """Reads the traces in a folder. Returns ({hour: {cluster: sums of tokens and rounds}}, {reason: number of traces
-    left out}). Hours are counted from 1970; hours before `since` are not returned. Traces that ended more than an hour
-    after `now` (seconds since 1970 [default: the clock's time]) are left out.
+    left out}) from the hour `since` on, in hours since 1970. Traces that ended more than an hour after `now` (seconds
+    since 1970 [default: the clock's time]) are left out.
 
     Raises ConfigError if the folder does not exist; a damaged file is left out and counted."""
     rounds: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
@@ -103,8 +102,8 @@ def read_requests(
     tags: Sequence[str] = (),
     tracked: Sequence[str] = (),
 ) -> tuple[list[Request], Counter[str]]:
-    """Reads stored requests from the traces in a folder. Returns (requests, {reason: number of traces left out}). Only
-    requests of hours [since, until), counted from 1970, and of `cluster` (None: all clusters) are returned.
+    """Reads stored requests from the traces in a folder. Returns (requests, {reason: number of traces left out}), for
+    hours [since, until) since 1970 and `cluster` (None: all clusters).
 
     - `now`: current time in seconds since 1970 [default: the clock's]; traces that ended more than an hour later are
       left out.
@@ -112,8 +111,8 @@ def read_requests(
       has.
     - `tracked`: clusters that stay separate; all others are read as one cluster named "other" (empty: every cluster
       stays separate).
-    - `usual`: the server's default sampling settings, such as {"temperature": 0.6, "top_p": 0.95}, for requests whose
-      trace has no temperature.
+    - `usual`: the server's default sampling settings, such as {"temperature": 0.6}, for requests whose trace has no
+      temperature.
     - `exact`: True leaves out requests whose temperature is unknown because both trace and `usual` lack it. False
       returns them, but they can only be used for training."""
     check_tags(folder, tags)
@@ -146,7 +145,7 @@ def read_requests(
 
 def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
     """Converts the `sampling` column of a trace to sampling settings. `text`: JSON with the settings that differ from
-    the defaults; None if none differs. `usual`: default settings to use instead of paceline's. Raises ValueError or a
+    the defaults; None if none differs. `usual`: defaults to use instead of paceline's. Raises ValueError or a
     PacelineError if the JSON is invalid."""
     values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
     if bias := values.get("logit_bias"):

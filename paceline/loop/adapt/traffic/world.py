@@ -45,17 +45,16 @@ Curve = Callable[[int], float]
 
 @dataclass(slots=True)
 class Source:
-    """One cluster (group of similar requests) of synthetic traffic. `rate`: mean requests per hour. The traffic varies
-    with time by three functions, whose argument is the number of hours since the start: `curve` (factor on the request
-    rate), `place` (position of the content on a line) and `bend` (factor on acceptance length).
+    """One cluster (group of similar requests) of synthetic traffic. `rate`: mean requests per hour. `curve`, `place`
+    and `bend` are functions of the hours since the start.
 
-    The training data of a drafter have a position on the same line. The farther the content is from it, the fewer
-    drafts are accepted."""
+    The training data of a drafter have a position on the same line as the content. The farther the content is from it,
+    the fewer drafts are accepted."""
 
     name: str
     rate: float
     fit: float
-    """Fit of the initial drafter to this cluster; a higher fit means that more drafts are accepted."""
+    """Fit of the initial drafter (0 to 1); a higher fit means that more drafts are accepted."""
     curve: Curve = lambda at: 1.0
     """Factor on the request rate."""
     place: Curve = lambda at: 0.0
@@ -66,8 +65,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The true drift, in hours since the start of the traffic: content begins to change at `begins`, the loss of
-    acceptance length reaches 5% at `onset`, and content stops changing at `ends`."""
+    """The true drift, in hours since the start: content changes from `begins` to `ends`, and the loss of acceptance
+    length reaches 5% at `onset`."""
 
     begins: int
     onset: int
@@ -77,8 +76,7 @@ class Drift:
 @dataclass(frozen=True, slots=True)
 class Knowledge:
     """How well a simulated drafter fits a cluster. `fit`: 0 to 1, for text like its training data; a higher fit means
-    that more drafts are accepted. `place`: position of the training data on the line of contents (see `Source`). The
-    farther a text is from this position, the lower the fit."""
+    that more drafts are accepted. `place`: position of the training data on the line of contents (see `Source`)."""
 
     fit: float
     place: float = 0.0
@@ -87,7 +85,7 @@ class Knowledge:
 @dataclass(slots=True)
 class World:
     """Synthetic traffic of `num_hours` hours, and simulated drafters that serve it. A simulated training changes the
-    acceptance of later hours. The methods count hours from the start of the traffic."""
+    acceptance of later hours. The methods count hours from the start."""
 
     sources: list[Source]
     first: int
@@ -111,8 +109,8 @@ class World:
         self._state = {source.name: [0.0, 0.0] for source in self.sources}
 
     def traffic(self, at: int) -> dict[str, Sums]:
-        """Samples the requests of the hour `at` (counted from the start). Returns {cluster: sums of tokens and rounds},
-        without clusters that have no request. Must be called hour by hour, since each hour depends on the last."""
+        """Samples the requests of the hour `at`. Returns {cluster: sums of tokens and rounds} of the clusters with
+        requests. Must be called hour by hour, since each hour depends on the last."""
         seen = {}
         for source in self.sources:
             draw = np.random.default_rng((self.seed, at, zlib.crc32(source.name.encode())))
@@ -140,15 +138,15 @@ class World:
         return Sums.of(zip(lengths.astype(float).tolist(), rounds.tolist(), strict=True))
 
     def chance(self, source: Source, at: int) -> float:
-        """Mean probability that a draft is accepted in this source's traffic in the hour `at` (counted from the start),
-        with the drafter that serves it now."""
+        """Mean probability that a draft is accepted in this source's traffic in the hour `at`, with its present
+        drafter."""
         known = self.members.get(source.name) or self.knowledge[source.name]
         fit = known.fit * math.exp(-abs(source.place(at) - known.place))
         return LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * fit
 
     def train_member(self, cluster: str, begin: int, end: int) -> None:
-        """Simulates training an additional drafter for one cluster on its traffic of hours [begin, end). The drafter
-        serves this cluster from then on. Nothing changes if the cluster had no traffic in these hours."""
+        """Simulates training an additional drafter for one cluster on its traffic of hours [begin, end), which serves
+        the cluster from then on. Nothing changes if there was no such traffic."""
         for source in self.sources:
             tokens, place = self._content(source, begin, end)
             if source.name == cluster and tokens:
@@ -156,7 +154,7 @@ class World:
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
         """Simulates training the general drafter on the traffic of hours [begin, end). Returns {cluster: how well the
-        trained drafter fits it}, and changes nothing: the caller decides if this drafter is used.
+        trained drafter fits it}, and changes nothing.
 
         `with_replay`: general answers are trained on, too; then no cluster's fit falls below 97% of its present value.
         Without them, clusters with little traffic in these hours are forgotten."""
@@ -182,13 +180,13 @@ class World:
 
 def tokens_per_round(chance: np.ndarray) -> np.ndarray:
     """Expected acceptance length with 7 drafts per round (NUM_DRAFTED). `chance`: array of probabilities below 1 that a
-    draft is accepted if all drafts before it are; the result has the same shape."""
+    draft is accepted if all before it are; the result has the same shape."""
     return (1 - chance ** (NUM_DRAFTED + 1)) / (1 - chance)
 
 
 def make_world(scenario: str, seed: int, days: int) -> World:
-    """Builds the synthetic traffic of a scenario (one of SCENARIOS), `days` days long. The seed determines the weekday
-    on which it starts, and when and how its content changes. Raises ConfigError for an unknown scenario."""
+    """Builds the synthetic traffic of a scenario (one of SCENARIOS), `days` days long. The seed determines on which
+    weekday it starts, and when and how its content changes. Raises ConfigError for an unknown scenario."""
     draw = np.random.default_rng((seed, zlib.crc32(scenario.encode())))
     first = EPOCH + DAY * int(draw.integers(7))
     options: dict[str, Any] = {"first": first, "num_hours": days * DAY, "seed": seed}
