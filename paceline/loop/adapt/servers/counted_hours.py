@@ -29,8 +29,8 @@ FILE = "counted.jsonl"
 
 @dataclass(slots=True)
 class CountedHours:
-    """Converts readings of a server's counters into hourly sums of tokens and rounds, and stores the sums in
-    counted.jsonl in `folder`."""
+    """Converts readings of a server's counters into hourly sums of tokens and rounds, stored in counted.jsonl in
+    `folder`."""
 
     folder: Path
     left_out: Counter[str] = field(default_factory=Counter)
@@ -40,16 +40,15 @@ class CountedHours:
 
     def read(self, now: float, counts: Counts) -> None:
         """Add a reading of the counters, taken at `now` (seconds since 1970). `counts` must not start at 0 again when
-        the server restarts: give sums from `Meter`. If a counter falls from one reading to the next, the interval
-        between them is left out."""
+        the server restarts: give sums from `Meter`. Intervals in which a counter fell are left out."""
         if self._before is not None and (pairs := pairs_of([self._before[1], counts])):
             self._pairs[int(self._before[0] // HOUR_S)] += pairs
         self._before = now, counts
 
     def hours(self, until: int, since: int = 0) -> dict[int, dict[str, Sums]]:
         """Write the hours before `until` that are not stored yet to counted.jsonl. Returns {hour: {"all": sums of
-        tokens and rounds}} of the stored hours in [since, until). Hours are counted from 1970; "all" is the name of the
-        one cluster of all traffic. Raises CacheError if the file cannot be written."""
+        tokens and rounds}} of the stored hours in [since, until), counted from 1970. Raises CacheError on a write
+        error."""
         file, self.left_out = self.folder / FILE, Counter()
         with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
             for hour in sorted(number for number in self._pairs if number < until):
@@ -65,19 +64,19 @@ class CountedHours:
 
 
 def pairs_of(readings: Iterable[Counts]) -> list[tuple[float, float]]:
-    """Returns (tokens, rounds) counted from each reading to the next. Intervals without a round, or in which a counter
-    fell, are left out."""
+    """Returns (tokens, rounds) counted from each reading to the next, except where no round was counted or a counter
+    fell."""
     gains = [(now.rounds - then.rounds, now.accepted - then.accepted) for then, now in pairwise(readings)]
     return [(rounds + accepted, rounds) for rounds, accepted in gains if rounds > 0 and accepted >= 0]
 
 
 def stored_hours(store: StoreConfig) -> tuple[dict[int, dict[str, Sums]], Counter[str], str]:
     """Reads the recorded traffic. Returns ({hour since 1970: {cluster: sums of tokens and rounds}}, {reason: number of
-    requests or hours that were left out}, source as text).
+    requests or hours that were left out}, source).
 
-    The hours come from the traces if any trace has rounds: source "traces". Otherwise they come from counted.jsonl in
-    the state folder; its name is then the source. Without any hour the source is "". Raises ConfigError if the folder
-    of traces does not exist."""
+    The source is "traces" if any trace has rounds. Otherwise the hours come from counted.jsonl in the state folder,
+    whose name is then the source. Without any hour the source is "". Raises ConfigError if the folder of traces does
+    not exist."""
     hours, left_out = read_hours(store.traces)
     if hours:
         return hours, left_out, "traces"
@@ -87,8 +86,7 @@ def stored_hours(store: StoreConfig) -> tuple[dict[int, dict[str, Sums]], Counte
 
 
 def missing(store: StoreConfig, left_out: Counter[str]) -> str:
-    """Explains to the user why `stored_hours` found no hour of traffic, and what to do; returns the text. `left_out`:
-    the reasons and numbers that `stored_hours` returned."""
+    """Returns a text that says why `stored_hours` found no traffic, and what to do. `left_out`: from `stored_hours`."""
     number, unknown = left_out.total() - left_out["damaged hour"], left_out["no rounds"]
     if not number:
         return f"there is no traffic yet in {store.traces}"

@@ -51,8 +51,7 @@ LEAST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Values of the counters in a server's metrics, such as tokens and rounds since its start. For several servers each
-    value is their sum."""
+    """Values of the counters in a server's metrics since its start; for several servers their sums."""
 
     tokens: float = 0.0
     rounds: float = 0.0
@@ -72,23 +71,23 @@ _values = operator.attrgetter(*Counts.__slots__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Counter values (tokens, rounds ...) of one engine at one time. SGLang does not count accepted drafts; `Meter`
-    estimates them from two consecutive readings."""
+    """Counter values of one engine at one time. SGLang does not count accepted drafts; `Meter` estimates them from two
+    consecutive readings."""
 
     counts: Counts
     counts_accepted: bool = True
-    """False for SGLang, which counts tokens, requests and rounds but not accepted drafts."""
+    """False for SGLang."""
     length: float = 0.0
     """SGLang's gauge of recent acceptance length; 0 if it is missing or nothing was drafted."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """Sums the counters of one engine over its restarts. At each restart the engine's counters begin at 0 again.
+    """Sums the counters of one engine over its restarts, at each of which they begin at 0 again.
 
-    A restart is detected if counters are lower than at the last reading. Only the counts between that reading and the
-    restart are lost. A restart is not detected if, at the first reading after it, all counters have already grown
-    beyond their last values. Then all counts from the previous restart to this one are lost."""
+    A restart is detected if counters are lower than at the last reading; counts between that reading and the restart
+    are lost. If all counters have already grown beyond their last values at the next reading, it is not detected, and
+    all counts of the earlier run are lost."""
 
     earlier: Counts = field(default_factory=Counts)
     """Counts before the latest restart."""
@@ -117,7 +116,7 @@ class Meter:
         return self.total
 
     def saved(self) -> list[list[float]]:
-        """Returns the meter's state as JSON lists, from which `Meter.of` restores it."""
+        """Returns the meter's state as JSON, for `Meter.of`."""
         return [list(_values(self.earlier)), list(_values(self.last))]
 
     @classmethod
@@ -133,8 +132,7 @@ class Meter:
 
 @dataclass(slots=True)
 class Meters:
-    """Sums the counters (tokens, rounds ...) of several servers over their restarts. A server may have several engines,
-    each with its own `Meter`. `of`: server address -> engine -> meter."""
+    """Sums the counters of several servers over their restarts. `of`: server address -> engine -> meter."""
 
     of: dict[str, dict[str, Meter]]
 
@@ -142,12 +140,12 @@ class Meters:
         """Read the metrics of all servers; returns the sum of their counts. `model`: name of the served model to count;
         `needed`: addresses of the servers that must answer [default: all].
 
-        The last known counts are used for a server outside `needed` that does not answer. They are also used for a
-        metrics page without known metrics, and for an engine whose token count is missing.
+        The last known counts are used for a server outside `needed` that does not answer, for a metrics page without
+        known metrics, and for an engine whose token count is missing.
 
-        Raises DownloadError, after reading all servers, if a needed server does not answer or no server's page can be
-        used. Raises DeployError at once if a needed server refuses the request, if its metrics are of other models
-        only, or if they are of several models and `model` is None."""
+        Raises DownloadError, after reading all servers, if a needed server does not answer or no page can be used.
+        Raises DeployError at once if a needed server refuses the request, if its metrics are of other models only, or
+        if they are of several models and `model` is None."""
         pages, errors, away = dict[str, dict[str, dict[str, float]]](), list[DownloadError](), list[DownloadError]()
         for client in clients:
             is_needed = needed is None or client.url in needed
@@ -172,22 +170,21 @@ class Meters:
         return sum((meter.total for meter in self.all()), Counts())
 
     def total(self, server: str) -> Counts:
-        """Returns the sum of one server's counts at the latest reading, over all its engines; zeros before the first
-        reading."""
+        """Returns the sum of one server's counts at the latest reading; zeros before the first."""
         return sum((meter.total for meter in self.of[server].values()), Counts())
 
     def all(self) -> list[Meter]:
         return [meter for engines in self.of.values() for meter in engines.values()]
 
     def saved(self) -> dict[str, Any]:
-        """Returns the state of all meters as JSON, from which `restore` restores it."""
+        """Returns the state of all meters as JSON, for `restore`."""
         return {
             server: {engine: meter.saved() for engine, meter in meters.items()} for server, meters in self.of.items()
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from the JSON that `saved` returned. Servers that are not used any more are left out. Raises
-        ValueError or TypeError if the JSON is invalid."""
+        """Continue from the JSON that `saved` returned, without servers that are not used any more. Raises ValueError
+        or TypeError if the JSON is invalid."""
         for server in self.of.keys() & saved.keys():
             self.of[server] = {engine: Meter.of(meter) for engine, meter in saved[server].items()}
 
@@ -205,15 +202,14 @@ def is_restarted(before: Counts, after: Counts) -> bool:
 
 
 def tokens_per_round(before: Counts, after: Counts) -> float | None:
-    """Acceptance length between two readings of a server's counters; None if there was no round, or if a counter fell
-    because of a restart."""
+    """Acceptance length between two readings of a server's counters; None without a round, or if a counter fell."""
     rounds, accepted = after.rounds - before.rounds, after.accepted - before.accepted
     return 1.0 + accepted / rounds if rounds > 0 and accepted >= 0 else None
 
 
 def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
     """Returns (mean batch size, seconds per round) between two readings of a server's counters. Returns None after
-    fewer than 100 rounds of the batch (LEAST_STEPS), or if the server does not report its time."""
+    fewer than 100 rounds (LEAST_STEPS), or if the server does not report its time."""
     steps, busy_s = after.steps - before.steps, after.busy_s - before.busy_s
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
@@ -263,11 +259,11 @@ def _counters(before: Counts, now: Counts) -> list[tuple[float, float]]:
 
 
 def drafts_of(client: Client, member: str) -> float | None:
-    """Returns the number of rounds in which the drafter named `member` has drafted; 0 if it has not drafted yet. Raises
-    DownloadError if the server does not answer.
+    """Returns the number of rounds in which the drafter named `member` has drafted. Raises DownloadError if the server
+    does not answer.
 
     Servers count a limited number of drafters by name, and all further ones together as "other". Returns None if
-    `member` may be counted under "other", or if the server does not count by drafter."""
+    `member` may be among these, or if the server does not count by drafter."""
     values = totals(metrics_of(client, by=("drafter",)))
     is_counted = any(name.startswith(DRAFTS) for name in values)
     unknown = None if f"{DRAFTS}{{{OTHER}}}" in values or not is_counted else 0.0
@@ -278,8 +274,7 @@ def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = (
     """Reads a server's metrics page; returns {engine: {metric: value}}. Values of one metric with different labels are
     added up (SGLang's acceptance lengths and rates: averaged). `model`: count only this served model.
 
-    `by`: labels of which each value also gets its own sum, under the key METRIC{VALUE}. The label `finished_reason`
-    always gets these keys.
+    `by`: labels of which each value also gets its own sum, under the key METRIC{VALUE}; `finished_reason` always does.
 
     Raises DownloadError if the server does not answer or the page has no known metric. Raises DeployError if the server
     refuses the request, has metrics of other models only, or of several while `model` is None."""
@@ -294,8 +289,7 @@ def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = (
 
 
 def is_well(client: Client) -> bool:
-    """True if the server reports that it is healthy, False if it reports that it is not. Raises UnreachableError if it
-    does not answer."""
+    """True if the server reports that it is healthy. Raises UnreachableError if it does not answer."""
     try:
         return client.get("/health").status == 200
     except OSError as error:

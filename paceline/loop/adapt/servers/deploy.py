@@ -47,16 +47,16 @@ def open_deployment(
     config: DeployConfig, incumbent: Path | None = None, folders: EngineFolders | None = None
 ) -> Deployment:
     """Creates the `Deployment` for the servers of `config`; sends no request yet. `incumbent`: folder of the drafter
-    that vLLM or SGLang serves now, to which a rollback returns; a paceline server does not need it. `folders` converts
-    drafters to the format of vLLM or SGLang; with None drafters are passed unchanged."""
+    that vLLM or SGLang serves now, to which a rollback returns. `folders` converts drafters to the format of vLLM or
+    SGLang; None: they are passed unchanged."""
     if config.engine == "paceline":
         return PacelineServer(config)
     return (VllmServers if config.engine == "vllm" else SglangServers)(config, incumbent, folders)
 
 
 class PacelineServer(Deployment):
-    """Deploys drafters on one paceline server through its admin API: loads them into the server's pool (the drafters
-    that it has loaded), and routes clusters of requests to them."""
+    """Deploys drafters on one paceline server through its admin API: loads them, and routes clusters of requests to
+    them."""
 
     traces_rounds = True
 

@@ -4,9 +4,8 @@ length.
     requests = ask(llm, prompts)
     ranked = rank(llm, stored, requests)        # the first is the drafter unchanged
 
-A drafter that reads a wrong layer, mask token or position raises no error: it only drafts badly. Therefore each setting
-is set to other plausible values: acceptance rises when the wrong one is corrected. Answers are the target's own,
-greedy, and so do not depend on the drafter; `score` computes each variation's rounds exactly."""
+A drafter that reads a wrong layer, mask token or position raises no error: it only drafts badly. Acceptance rises when
+the wrong setting is corrected. The answers are the target's own, greedy, so that `score` is exact."""
 
 from __future__ import annotations
 
@@ -88,8 +87,8 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Request]:
-    """Generates the target's greedy answers to prompts given as token ids; returns them as requests for `rank` and
-    `measure`. Answers of fewer than two tokens are left out. `max_tokens`: maximum length of an answer."""
+    """Generates the target's greedy answers, of at most `max_tokens`, to prompts given as token ids; returns them as
+    requests for `rank` and `measure`. Answers of fewer than two tokens are left out."""
     params = SamplingParams(max_tokens=max_tokens)
     answers = llm.generate_ids(list(prompts), params)
     return [
@@ -100,8 +99,8 @@ def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Re
 
 
 def measure(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> float:
-    """Computes the acceptance length that a drafter would have had in generating the stored answers of these requests,
-    if every round verifies all drafted tokens."""
+    """Computes the acceptance length that a drafter would have had on the stored answers of these requests, if every
+    round verifies all drafts."""
     return Rounds.sum(_rounds(llm, drafter, requests)).tokens_per_round
 
 
@@ -122,13 +121,13 @@ def rank(
     requests: Sequence[Request],
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Ranked]:
-    """Measures the acceptance length of a drafter and of its variations on `requests`. A variation is a copy of the
-    drafter with one setting changed; a wrong setting shows because its correction raises acceptance.
+    """Measures the acceptance length of a drafter and of its variations (copies with one setting changed) on
+    `requests`.
 
     Returns one `Ranked` per drafter: first the unchanged drafter, then the variations, the highest acceptance length
     first. All variations are measured on the first few requests, the best ones then on all. Those that cannot run are
-    left out. `tell` is called with the description of each variation. Raises DrafterMismatchError if the unchanged
-    drafter does not fit the target."""
+    left out. `tell` is called with the description of each. Raises DrafterMismatchError if the unchanged drafter does
+    not fit the target."""
     few = list(requests)[:FIRST_LOOK]
     own = _rounds(llm, drafter_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
@@ -164,8 +163,8 @@ def _is_higher(rounds: Sequence[Rounds], baseline: Sequence[Rounds]) -> bool:
 
 
 def named(ranked: Sequence[Ranked]) -> Ranked | None:
-    """Returns the variation with the highest acceptance length in `ranked` (a result of `rank`, with the unchanged
-    drafter first), if it is far enough above the unchanged drafter to show which setting is wrong; else None."""
+    """Returns the best variation in `ranked` (a result of `rank`) if its acceptance length is far enough above the
+    unchanged drafter's to show which setting is wrong; else None."""
     as_is, *others = ranked
     if not others:
         return None
@@ -178,8 +177,8 @@ def named(ranked: Sequence[Ranked]) -> Ranked | None:
 def variations(
     stored: StoredDrafter | Eagle3Checkpoint, target: Target, special_tokens: Sequence[int] = ()
 ) -> Iterator[Variation]:
-    """Yields copies of a drafter, each with one setting changed. Covers the settings that are often wrong in this type
-    of drafter (DFlash or EAGLE-3). `special_tokens`: token ids to try as the mask token of a DFlash drafter."""
+    """Yields copies of a DFlash or EAGLE-3 drafter, each with one setting changed that is often wrong.
+    `special_tokens`: token ids to try as the mask token of a DFlash drafter."""
     if isinstance(stored, Eagle3Checkpoint):
         theta = getattr(getattr(target, "config", None), "rope_theta", None)
         thetas = [theta, *THETAS] if isinstance(theta, float) and theta not in THETAS else THETAS

@@ -19,9 +19,8 @@ Change = tuple[str, str, Eagle3Checkpoint]
 
 
 def changes(stored: Eagle3Checkpoint, target: Target, thetas: Sequence[float]) -> Iterator[Change]:
-    """Yields copies of an EAGLE-3 drafter with one setting changed each, as (fault that the change would fix, the
-    setting with its new value as text, changed drafter). Values that the target rules out, such as layers that it does
-    not have, are left out. `thetas`: values of rope_theta to try."""
+    """Yields copies of an EAGLE-3 drafter with one setting changed each; leaves out values that the target rules out.
+    `thetas`: values of rope_theta to try."""
     yield from _layer_ids(stored, target)
     yield from _norms(stored)
     config = stored.config

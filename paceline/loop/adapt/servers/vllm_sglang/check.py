@@ -6,9 +6,8 @@ paceline's.
     Comparison(expected, served("vllm", client, name, prompts)).is_low
 
 The prompts are those of `paceline inspect`, greedy, one after the other. Paceline measures the same folder with the
-same number of drafts per round. The engine's acceptance length comes from vLLM's counters before and after, or from the
-rounds that SGLang reports with each answer. An engine that reads a layer, mask token or position differently raises no
-error: its drafts are rejected, which shows here.
+same number of drafts per round. An engine that reads a layer, mask token or position differently raises no error: its
+drafts are rejected, which shows here.
 """
 
 from __future__ import annotations
@@ -61,12 +60,11 @@ def prompt_ids(model: str) -> list[list[int]]:
 def brings(
     model: str, folder: Path, num_drafted: int, prompts: list[list[int]], dtype: str = "auto", device: str = "auto"
 ) -> float:
-    """Measures with paceline, in another process, the acceptance length of the drafter in `folder` with the target
-    `model`. `num_drafted`: drafts per round; `prompts`: token ids of each prompt; `dtype`, `device`: of the target.
+    """Measures in another process the acceptance length of the drafter in `folder` with the target `model` in paceline.
+    `num_drafted`: drafts per round; `prompts`: token ids of each prompt; `dtype`, `device`: of the target.
 
-    Raises ConfigError if the process is killed or all answers of the target are too short, DrafterMismatchError if
-    drafter and target do not fit, and ModelNotFoundError, DownloadError or ModelFileError if one of them cannot be
-    loaded."""
+    Raises ConfigError if the process is killed or all answers are too short, DrafterMismatchError if drafter and target
+    do not fit, and ModelNotFoundError, DownloadError or ModelFileError if one of them cannot be loaded."""
     with (
         reraised(ConfigError, "measuring here was killed", "give --expected, or --no-check", BrokenProcessPool),
         ProcessPoolExecutor(1, get_context("spawn")) as other,
@@ -85,12 +83,11 @@ def _measured(
 
 
 def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> float:
-    """Sends the prompts to a running engine and returns the acceptance length of its answers. The engine should get no
-    other requests meanwhile.
+    """Sends the prompts to a running engine ("vllm" or "sglang") and returns the acceptance length of its answers. The
+    engine should get no other requests meanwhile. `name`: name of the served model.
 
-    `engine`: "vllm" or "sglang"; `client`: connection to it; `name`: name of the served model. Raises DownloadError if
-    the engine does not answer or reports no round with drafts. Also raises it if vLLM got other requests meanwhile and
-    only reports sums over all requests."""
+    Raises DownloadError if the engine does not answer or reports no round with drafts. Also raises it if vLLM got other
+    requests meanwhile and only reports sums over all requests."""
     length = _on_vllm(client, name, prompts) if engine == "vllm" else _on_sglang(client, prompts)
     if length is None:
         raise DownloadError(

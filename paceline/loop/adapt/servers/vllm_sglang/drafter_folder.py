@@ -64,9 +64,8 @@ OURS = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Settings with which to start a vLLM or SGLang server. Raises ConfigError if `words` (further options for the
-    engine) contains an option that paceline sets itself. Also raises it if `model` or `drafter` is built into paceline:
-    vLLM and SGLang cannot read these."""
+    """Settings with which to start a vLLM or SGLang server. Raises ConfigError if `words` contains an option that
+    paceline sets itself, or if `model` or `drafter` is built into paceline, which these engines cannot read."""
 
     engine: str
     """vllm or sglang."""
@@ -127,8 +126,8 @@ class ConfigSizes:
 
 
 def sizes_of(model: str) -> ConfigSizes:
-    """Reads the sizes of a target (folder or hub id); loads no weights. Raises ModelNotFoundError if there is no such
-    target, UnsupportedModelError for an adapter or a GGUF file, ModelFileError if config.json lacks a size."""
+    """Reads the sizes of a target (folder or hub id) from its config.json. Raises ModelNotFoundError if there is no
+    such target, UnsupportedModelError for an adapter or a GGUF file, ModelFileError if a size is missing."""
     path = light_folder(model)
     if is_adapter(path):
         raise UnsupportedModelError(f"{model} is an adapter, for paceline's own engine alone: {MERGE_IT}")
@@ -147,12 +146,12 @@ def sizes_of(model: str) -> ConfigSizes:
 
 
 def given_to(start: Start, scratch: Path) -> Given:
-    """Prepares the drafter of `start` for its engine. Returns it in its own folder if the engine can read that, else as
-    a converted copy in the folder `scratch`.
+    """Prepares the drafter of `start` for its engine: returns its own folder if the engine can read it, else a
+    converted copy in the folder `scratch`.
 
-    Raises DrafterMismatchError if the drafter belongs to another target, UnsupportedModelError if it is not a DFlash,
-    EAGLE-3 or MTP drafter or the engine does not support it, ConfigError if it cannot draft `start.num_drafted` tokens,
-    and ModelNotFoundError, DownloadError or ModelFileError if it cannot be read."""
+    Raises DrafterMismatchError if the drafter belongs to another target, UnsupportedModelError if the engine does not
+    support it, ConfigError if it cannot draft `start.num_drafted` tokens, and ModelNotFoundError, DownloadError or
+    ModelFileError if it cannot be read."""
     folder, sizes = shipped_or_checkpoint(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
     if is_dflash(raw) or is_gguf_drafter(folder):
@@ -231,8 +230,8 @@ def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Gi
 
 
 def _mtp(start: Start, folder: Path, scratch: Path) -> Given:
-    """Write a copy of the target with the layer. The only layers that the engines read at targets of paceline's
-    families, with the states that paceline passes, are those of Qwen3-Next and Qwen3.5."""
+    """Write a copy of the target with the layer. The engines read only the layers of Qwen3-Next and Qwen3.5 at targets
+    of paceline's families, with the states that paceline passes."""
     layer = read_mtp(folder)
     if not layer.tells_normed:
         raise UnsupportedModelError(
@@ -248,8 +247,8 @@ def _mtp(start: Start, folder: Path, scratch: Path) -> Given:
 
 
 def command_of(start: Start, given: Given) -> list[str]:
-    """Builds the command line that starts the engine with this drafter. vLLM's API key is not in it, since other users
-    could see it; `environment_of` returns it."""
+    """Builds the command line that starts the engine with this drafter. vLLM's API key, which other users could see
+    there, is in `environment_of` instead."""
     command = shlex.split(start.command or _command(start.engine))
     return [*command, *(_vllm if start.engine == "vllm" else _sglang)(start, given, command[-1:]), *start.words]
 
@@ -270,8 +269,7 @@ def _is_package(name: str) -> bool:
 
 
 def environment_of(start: Start) -> dict[str, str]:
-    """Returns the environment variables to set for the engine in addition to those of this process: vLLM's API key, if
-    there is one; else {}."""
+    """Returns the environment variables to set for the engine in addition to those of this process."""
     return {"VLLM_API_KEY": start.api_key} if start.engine == "vllm" and start.api_key else {}
 
 

@@ -46,8 +46,7 @@ RECORD = "given.json"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Acceptance length of a drafter as measured with paceline, and the token ids of the prompts that it was measured
-    on."""
+    """Acceptance length of a drafter as measured with paceline, and the token ids of the prompts."""
 
     length: float
     prompts: list[list[int]]
@@ -55,9 +54,9 @@ class Expected:
 
 @dataclass(slots=True)
 class EngineFolders:
-    """Converts drafters to the format of the engine `config.engine` (vLLM or SGLang), and keeps the copies in `folder`.
-    `engine`: settings of paceline's own engine, which give the target, and the dtype and device to measure with. Raises
-    ConfigError if the target is a built-in model, which these engines cannot read."""
+    """Converts drafters to the format of `config.engine` (vLLM or SGLang), and keeps the copies in `folder`. `engine`:
+    settings of paceline's own engine, which give target, dtype and device. Raises ConfigError if the target is a
+    built-in model, which these engines cannot read."""
 
     config: DeployConfig
     engine: EngineConfig
@@ -70,10 +69,8 @@ class EngineFolders:
             shutil.rmtree(unfinished)
 
     def given(self, drafter: Path) -> Given:
-        """Returns a drafter in a folder that the engine can read: the drafter's own folder, or a converted copy. The
-        copy is written at the first call and reused later. `drafter`: folder.
-
-        Raises DeployError if the drafter cannot be converted, CacheError if the copy cannot be written."""
+        """Returns a drafter in a folder that the engine can read: its own folder, or a converted copy, which is written
+        at the first call. Raises DeployError if the drafter cannot be converted, CacheError on a write error."""
         settings = (self.engine.model, self.engine.dtype, self.config.num_drafted)
         folder = self.folder / f"{self.config.engine}-{_hash_of(drafter, settings)}"
         if given := _recorded(folder):
@@ -107,9 +104,8 @@ class EngineFolders:
         return given
 
     def expected(self, given: Given) -> Expected:
-        """Returns the acceptance length that the engine should reach with the drafter `given`. It is measured with
-        paceline, in another process, at the first call; later calls return the same result. Raises DeployError if it
-        cannot be measured."""
+        """Returns the acceptance length that the engine should reach with the drafter `given`, measured in another
+        process at the first call. Raises DeployError if it cannot be measured."""
         if given.folder not in self._expected:
             engine = self.engine
             with _says_nothing_of_the_drafter("what it should bring cannot be measured (--no-check-length)", OSError):
@@ -124,11 +120,11 @@ class EngineFolders:
 
 
 def check_length(engine: str, client: Client, expected: Expected) -> None:
-    """Measures a server's acceptance length on the prompts of `expected` and compares it with the length measured in
-    paceline. `engine`: "vllm" or "sglang".
+    """Measures a server's acceptance length on the prompts of `expected` and compares it with paceline's. `engine`:
+    "vllm" or "sglang".
 
-    Raises DeployError if it is clearly lower, UnreachableError if the server does not answer. If the server answers but
-    its acceptance length cannot be determined, only logs a warning."""
+    Raises DeployError if it is clearly lower, UnreachableError if the server does not answer. If it cannot be
+    determined, only logs a warning."""
     try:
         name = str(ask(client, "GET", "/v1/models")["data"][0]["id"])
         compared = Comparison(expected.length, served(engine, client, name, expected.prompts))

@@ -174,8 +174,8 @@ class VllmServers(_Restarted):
     """vLLM servers with one drafter each. Three options choose how a server gets a new drafter:
     - `hot_swap`: the running server loads the draft weights from a folder.
     - `publish`: a command sends the draft weights to the running server.
-    - `restart`: a command restarts the server with the new drafter. If one of the other options is given, too, only
-      servers that do not accept the weights are restarted.
+    - `restart`: a command restarts the server with the new drafter. With one of the other options, only servers that do
+      not accept the weights are restarted.
 
     With `hot_swap` each server reports its drafter. A drafter that a user loaded by hand is then detected, and listed
     under its server's address."""
@@ -213,8 +213,8 @@ class VllmServers(_Restarted):
         return self._engine_folders[drafter]
 
     def check_start(self) -> None:
-        """With the option `hot_swap`, raise ConfigError if a server cannot replace draft weights while it runs; servers
-        that do not answer are skipped. Without `hot_swap` nothing is checked."""
+        """With `hot_swap`, raises ConfigError if a server cannot replace draft weights while it runs; servers that do
+        not answer are skipped."""
         for client in self._clients if self.config.hot_swap else ():
             try:
                 state = ask(client, "GET", WEIGHTS_PATH)
@@ -265,9 +265,9 @@ class VllmServers(_Restarted):
 
 
 class SglangServers(_Restarted):
-    """SGLang servers with one drafter each. With the option `draft_field` a running server loads new draft weights from
-    disk. The option is the name of the request field that marks the weights as the drafter's, not the target's. Without
-    this option each server is restarted with the new drafter."""
+    """SGLang servers with one drafter each. With the option `draft_field`, the name of the request field that marks
+    weights as the drafter's, a running server loads new draft weights from disk. Without it each server is
+    restarted."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.draft_field is None:

@@ -36,11 +36,11 @@ def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
     """Starts the engine of `start` with its drafter, checks its acceptance length once it is ready, and waits until it
     ends or a signal stops it. Returns the engine's exit status; 0 after a signal. `say` receives progress texts.
 
-    Raises DrafterMismatchError if drafter and target do not fit. Raises ConfigError if the engine cannot be started or
-    ends before it is ready, DownloadError if it is not ready in time.
+    Raises DrafterMismatchError if drafter and target do not fit, ConfigError if the engine cannot be started or ends
+    before it is ready, DownloadError if it is not ready in time.
 
     With `config.strict` also raises DrafterMismatchError if acceptance length is clearly lower than in paceline, and
-    DownloadError if it cannot be measured in the engine. Without it, both are only reported by `say`."""
+    DownloadError if it cannot be measured. Without it, `say` reports both."""
     with tempfile.TemporaryDirectory(prefix="paceline-engine-") as scratch:
         given = given_to(start, Path(scratch))
         say(f"{start.drafter} fits {start.model}: {given.method}, {given.num_drafted} drafts a round")
