@@ -22,15 +22,14 @@ from paceline.runs.folder import plain, write_whole
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Reads and writes the lineage file, which lists each drafter with its parents, state and weights' hash. Every call
-    reads the file again, since users may edit it."""
+    """Reads and writes the lineage file. Every call reads the file again, since users may edit it."""
 
     path: Path
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns one dict per drafter, oldest first; [] if there is no file yet. Keys are "drafter" (folder),
-        "parents", "state", "weights" (hash), "when" (UTC) and the `figures` given to `add`; after `mark` also "reason".
-        Raises ConfigError if the file is damaged."""
+        """Returns one dict per drafter, oldest first. Keys are "drafter" (folder), "parents", "state", "weights"
+        (hash), "when" (UTC) and the `figures` given to `add`; after `mark` also "reason". Raises ConfigError if the
+        file is damaged."""
         if not self.path.exists():
             return []
         damage = (OSError, ValueError, KeyError, TypeError)
@@ -41,14 +40,13 @@ class Lineage:
             return entries
 
     def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
-        """Add one drafter. `parents`: the drafters that it was trained from; `state`: what became of it, such as
-        "serving", "refused" or "rolled back"; `figures`: further JSON fields of the entry. Raises CacheError if the
-        file cannot be written, ConfigError if it is damaged."""
+        """Add one drafter. `parents`: the drafters that it was trained from; `state`: such as "serving", "refused" or
+        "rolled back"; `figures`: further JSON fields of the entry. Raises CacheError if the file cannot be written,
+        ConfigError if it is damaged."""
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
-        """Add several drafters in one write. Each is a dict with "drafter", "parents", "state" and further fields, like
-        the arguments of `add`. Raises CacheError if the file cannot be written, ConfigError if it is damaged."""
+        """Add several drafters in one write, as dicts with the arguments of `add`. Raises the same errors."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         new = [{"weights": weights_hash(Path(drafter["drafter"])), "when": when, **drafter} for drafter in drafters]
         self._write([*self.entries(), *plain(new)])
@@ -65,7 +63,7 @@ class Lineage:
 
     def is_known_bad(self, folder: Path) -> str | None:
         """Returns the reason if a drafter with the same weights as the one in `folder` was refused or rolled back
-        before; otherwise None. Raises ConfigError if the lineage file is damaged."""
+        before; else None. Raises ConfigError if the lineage file is damaged."""
         weights = weights_hash(folder)
         for entry in self.entries() if weights else ():
             if entry.get("state") in ("refused", "rolled back") and entry.get("weights") == weights:
@@ -81,7 +79,7 @@ WEIGHTS = ("model.safetensors", "model-q8_0.safetensors")
 
 
 def weights_hash(folder: Path) -> str | None:
-    """SHA-256 of the weights file in a drafter's folder; None if the folder has no weights file."""
+    """SHA-256 of the weights file in a drafter's folder; None without a weights file."""
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         return None
@@ -90,6 +88,5 @@ def weights_hash(folder: Path) -> str | None:
 
 
 def window_hash(keys: Iterable[str]) -> str:
-    """SHA-256 of a training window (the stored answers to train on), computed from the keys of its requests. The order
-    of `keys` does not matter."""
+    """SHA-256 of a training window (the stored answers to train on), from the keys of its requests in any order."""
     return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()

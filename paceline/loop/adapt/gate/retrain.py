@@ -58,12 +58,11 @@ def write_window(
     traces: Path, clusters: Sequence[str], since: int, until: int, folder: Path, tracked: Sequence[str] = ()
 ) -> Window:
     """Writes the stored answers of these clusters (groups of similar requests) in hours [since, until) since 1970 to
-    `folder`, in the format of `paceline train --answers`. Writes one answer per prompt; leaves out the prompts that are
-    reserved for judging drafters.
+    `folder`, in the format of `paceline train --answers`: one answer per prompt, without the prompts that are reserved
+    for judging drafters.
 
-    `tracked`: names of the clusters that stay separate; requests of all other clusters belong to the cluster "other"
-    (empty: every cluster stays separate). Raises ConfigError if there are too few answers, CacheError if the folder
-    cannot be written."""
+    `tracked`: clusters that stay separate; all others are one cluster named "other" (empty: every cluster stays
+    separate). Raises ConfigError if there are too few answers, CacheError if the folder cannot be written."""
     requests = [
         request
         for cluster in (None if name == ALL else name for name in clusters)
@@ -164,8 +163,7 @@ def train_command(
     draft_vocab: int | None = None,
 ) -> list[str]:
     """Builds the command that trains a copy of the drafter `incumbent` on the answers in `window`: the user's
-    `config.train_command` if it is set, else `paceline train`. `out`: folder of the training run. The command runs at
-    the lowest priority if `nice` is available.
+    `config.train_command` if it is set, else `paceline train`. `out`: folder of the training run.
 
     `draft_vocab`: number of tokens that the new drafter can draft. With None `paceline train` keeps the incumbent's
     draft vocabulary; for a DFlash drafter it adds the tokens of the answers in `window`."""
@@ -202,8 +200,8 @@ def hook_environment(
 
 
 def not_trained(status: int, job: Job, drafter: Path, config: RetrainConfig) -> str | None:
-    """Returns an error message if a finished training failed: its exit `status` is not 0, or `config.train_command`
-    left no drafter in the folder `drafter`. Returns None if the training succeeded."""
+    """Returns an error message if a finished training failed, else None. It failed if its exit `status` is not 0, or if
+    `config.train_command` left no drafter in the folder `drafter`."""
     if status != 0:
         return f"its training ended with status {status}: {job.last_error}"
     if config.train_command is not None and not (drafter / "config.json").is_file():
@@ -223,9 +221,8 @@ def paceline_command(words: Sequence[object], options: Mapping[str, Any]) -> lis
 
 
 def verdict_of(job: Output, status: int) -> dict[str, Any]:
-    """Returns the verdict that a finished gate job (`paceline adapt gate`) printed, as a JSON object. If the job
-    printed none, returns a verdict with "passed" and "is_judged" false and a reason that contains the exit `status` and
-    the last error line."""
+    """Returns the verdict that a finished gate job (`paceline adapt gate`) printed, as a JSON object. If it printed
+    none, returns `unjudged` with its exit `status` and last error line."""
     try:
         verdict = json.loads(job.last_line)
     except ValueError:
@@ -236,8 +233,7 @@ def verdict_of(job: Output, status: int) -> dict[str, Any]:
 
 
 def unjudged(reason: str) -> dict[str, Any]:
-    """Returns the JSON verdict of a candidate that could not be judged: {"passed": false, "reason": reason,
-    "is_judged": false}."""
+    """Returns the JSON verdict of a candidate that could not be judged."""
     return {"passed": False, "reason": reason, "is_judged": False}
 
 
@@ -256,8 +252,8 @@ def polite() -> list[str]:
 
 
 class Output:
-    """The files to which a background command writes stdout and stderr, and its lock file. An earlier process may have
-    started the command."""
+    """Files to which a background command writes stdout and stderr, and its lock file. Another process may have started
+    the command."""
 
     def __init__(self, output: Path) -> None:
         """`output`: path of the files, without suffix."""
@@ -285,7 +281,7 @@ class Job(Output):
     """A background command of this process, which writes its output to files. It runs on if this process is killed."""
 
     def __init__(self, command: list[str], output: Path) -> None:
-        """Start the command. If a killed daemon's job of the same output still runs, wait for its end first. Raises
+        """Start the command, or wait if a job of the same output still runs, which a killed daemon left. Raises
         OSError. `output`: path of the output files, without suffix."""
         super().__init__(output)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -313,8 +309,8 @@ class Job(Output):
             return process
 
     def poll(self) -> int | None:
-        """First starts the command if it waited for an earlier job with the same output files and that job has ended.
-        Returns the command's exit status; None while it waits or runs."""
+        """Returns the command's exit status; None while it waits or runs. Starts a waiting command once the earlier job
+        with the same output files has ended."""
         self._process = self._process or self._started()
         return self._process.poll() if self._process else None
 
@@ -335,8 +331,7 @@ class Job(Output):
 
     @property
     def is_waiting(self) -> bool:
-        """True if this command has not started because a job with the same output files, started by an earlier daemon,
-        still runs."""
+        """True if the command waits for an earlier daemon's job with the same output files."""
         return self._process is None
 
 

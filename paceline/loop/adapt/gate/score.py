@@ -51,8 +51,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A stored request, and the rounds (draft, then verify) in which its answer would have been generated with the
-    scored drafter."""
+    """A stored request, and the rounds in which the scored drafter would have generated its answer."""
 
     request: Request
     rounds: tuple[Round, ...]
@@ -89,8 +88,8 @@ class _Answer:
 
 
 class Scorer:
-    """Simulates serving stored answers with one drafter: computes for each answer in which rounds (drafted and accepted
-    tokens) it would have been generated. Handles as many requests at a time as the target's cache has rows."""
+    """Simulates serving stored answers with one drafter. Handles as many requests at a time as the target's cache has
+    rows."""
 
     def __init__(self, llm: LLM, drafter: Drafter, rule: str = "auto") -> None:
         """Bind the drafter to the target of `llm`, whose cache must be free while the scorer is used. `rule`:
@@ -104,10 +103,9 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, requests: Rows[Request]) -> list[Scored]:
-        """Compute the rounds (drafted and accepted tokens) of each request's answer; returns them in the order of
-        `requests`. Raises ConfigError for a request that is longer than the cache or has tokens outside the target's
-        vocabulary. Also raises it for a sampled answer whose seed is unknown, unless the drafter is a DFlash
-        drafter."""
+        """Compute the rounds (drafted and accepted tokens) of each request's answer, in the order of `requests`. Raises
+        ConfigError for a request that is longer than the cache or has tokens outside the target's vocabulary. Also
+        raises it for a sampled answer whose seed is unknown, unless the drafter is a DFlash drafter."""
         scored: list[Scored] = []
         size = self._target.cache.num_rows
         for begin in range(0, len(requests), size):
@@ -232,9 +230,9 @@ class Scorer:
 
 
 def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_drafted: int | None = None) -> list[Scored]:
-    """Computes in which rounds (drafted and accepted tokens) each stored answer would have been generated with
-    `drafter`; returns them in the order of `requests`. Requests longer than the KV cache are left out. `num_drafted`:
-    drafts per round, used only if `drafter` is a name or folder [default: as the engine of `llm` is configured].
+    """Computes in which rounds (drafted and accepted tokens) `drafter` would have generated each stored answer; returns
+    them in the order of `requests`. Requests longer than the KV cache are left out. `num_drafted`: drafts per round of
+    a drafter given by name or folder [default: as the engine of `llm` is configured].
 
     The engine of `llm` must be idle; its state is reset afterwards. Raises ConfigError for a request that cannot be
     scored, DrafterMismatchError if the drafter does not fit the target, and ModelNotFoundError, DownloadError or
