@@ -35,29 +35,11 @@ def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
     """Computes a summary of a dataset store as JSON: counts of rows and tokens by side, source and tag, rows that were
     left out, and rows that `forget` deleted. `tags`: count only rows with one of these tags (empty: all rows). Raises
     ConfigError for a tag that no row has."""
-    counts: dict[str, Any] = {}
-    sources, by_tag, reasons, models = (Counter[str]() for _ in range(4))
-    conversations: dict[str, set[str]] = {}
     by_side = {side: list(store.rows(side)) for side in SIDES}
     refuse_unknown(store.path, tags, {tag_of(row) for rows in by_side.values() for row in rows})
-    for side in SIDES:
-        rows = [row for row in by_side[side] if has_tag(row, tags)]
-        lengths = [len(row["answer_ids"]) for row in rows]
-        conversations[side] = {row["conversation"] for row in rows}
-        counts[side] = {
-            "rows": len(rows),
-            "conversations": len(conversations[side]),
-            "answer_tokens": sum(lengths),
-            "median_answer": quantile(lengths, 0.5) if lengths else None,
-            "longest_prompt": max((len(row["prompt_ids"]) for row in rows), default=None),
-            "with_top": sum(row["top_ids"] is not None for row in rows),
-            "loops": sum(is_loop(row["answer_ids"]) for row in rows),
-        }
-        for row in rows:
-            sources[str(row["source"])] += 1
-            models[str(row["model"] or "not told")] += 1
-            by_tag[row["tag"] or "none"] += 1
-            reasons[str(row["finish_reason"])] += 1
+    by_side = {side: [row for row in rows if has_tag(row, tags)] for side, rows in by_side.items()}
+    every = [row for rows in by_side.values() for row in rows]
+    conversations = [{row["conversation"] for row in rows} for rows in by_side.values()]
     versions = store.versions()
     left_out = Counter[str]()
     for line in versions:
@@ -66,16 +48,29 @@ def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
         "model": store.model,
         "version": store.version,
         "split": {"evals_share": store.split.evals_share, "seed": store.split.split_seed},
-        "sides": counts,
-        "on_both_sides": len(conversations["train"] & conversations["evals"]),
-        "sources": dict(sources.most_common(MOST_NAMED)),
-        "models": dict(models.most_common(MOST_NAMED)),
-        "tags": dict(by_tag.most_common(MOST_NAMED)),
-        "finish_reasons": dict(reasons),
+        "sides": {side: _counts(rows) for side, rows in by_side.items()},
+        "on_both_sides": len(set.intersection(*conversations)),
+        "sources": dict(Counter(str(row["source"]) for row in every).most_common(MOST_NAMED)),
+        "models": dict(Counter(str(row["model"] or "not told") for row in every).most_common(MOST_NAMED)),
+        "tags": dict(Counter(row["tag"] or "none" for row in every).most_common(MOST_NAMED)),
+        "finish_reasons": dict(Counter(str(row["finish_reason"]) for row in every)),
         "left_out": dict(left_out),
         "labels": len(store.labels()),
         "forgotten": len(store.forgotten),
         "versions": [{name: line.get(name, "") for name in ("version", "time", "what", "rows")} for line in versions],
+    }
+
+
+def _counts(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    lengths = [len(row["answer_ids"]) for row in rows]
+    return {
+        "rows": len(rows),
+        "conversations": len({row["conversation"] for row in rows}),
+        "answer_tokens": sum(lengths),
+        "median_answer": quantile(lengths, 0.5) if lengths else None,
+        "longest_prompt": max((len(row["prompt_ids"]) for row in rows), default=None),
+        "with_top": sum(row["top_ids"] is not None for row in rows),
+        "loops": sum(is_loop(row["answer_ids"]) for row in rows),
     }
 
 
