@@ -165,7 +165,6 @@ def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
 
 
 def _calm(view: View) -> str:
-    """Returns what an hour without an alarm looks like."""
     if not view.falling:
         return "acceptance is as it usually is"
     names = ", ".join(map(repr, view.falling))

@@ -318,7 +318,6 @@ class SeasonalPolicy:
         return max(rates, key=lambda name: rates[name] * (1 / lengths[name] - 1 / best)), best
 
     def _observed(self, grouped: Mapping[str, Sums]) -> dict[str, dict[str, Any]]:
-        """Log entry of every cluster in this hour."""
         observed: dict[str, dict[str, Any]] = {}
         for name, cluster in self.clusters.items():
             sums, series = grouped.get(name, Sums()), cluster.series

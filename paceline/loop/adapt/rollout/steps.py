@@ -135,7 +135,6 @@ class Steps:
         self._next_candidate(stage, now)
 
     def _next_candidate(self, stage: Stage, now: float) -> None:
-        """Train or judge the next candidate, or choose among them."""
         stage.at += 1
         if stage.at < len(stage.candidates):
             stage.name = "gate" if stage.kind == "score" else "training"
