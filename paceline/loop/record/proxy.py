@@ -2,9 +2,7 @@
 
 With `RecordConfig.add_fields` it sets fields of completion requests that are whole JSON bodies of at most MAX_BYTES.
 
-The bytes of each completion request and its complete answer are passed to the callback `keep`, and parsed later in
-another thread (`exchange.py`). Of the headers, only X-Paceline-Tag, the type and the encodings of the bodies are read.
-
+The bytes of each completion request and its complete answer are parsed later in another thread (`exchange.py`).
 Clients see the upstream server's behaviour: its status codes, truncated answers, and backpressure in both directions.
 If the client disconnects, the upstream request is cancelled. Only hop-by-hop headers (RFC 9110, 7.6.1) are removed.
 """

@@ -6,16 +6,13 @@
     tokens_per_round(before, deployment.counts())
     deployment.roll_back()
 
-`roll_back` restores the state before. Errors are DownloadError or one of its subclasses. UnreachableError: a server
-does not answer now; it may or may not have executed the call, which may be repeated. DeployError: the servers refused
-before they tried the drafter, so it may be good or bad.
+Errors are DownloadError or one of its subclasses. UnreachableError: a server does not answer now; it may have executed
+the call, which may be repeated. DeployError: the servers refused before they tried the drafter, which may be good.
 
 paceline   admin API (docs/reference/http-api.md): POST /admin/drafters/NAME loads and checks a drafter while the server
            answers requests; POST /admin/clusters/CLUSTER routes a cluster (group of similar requests) to a drafter
-vllm       one of three ways. With `hot_swap`: POST /paceline/draft-weights, a route that
-           `paceline.interop.draft_weights` adds. Without, if vLLM has the routes: POST /start_draft_weight_update, then
-           `publish` sends the tensors, then POST /finish_weight_update. Else `restart`, one server after the other,
-           each healthy before the next
+vllm       `hot_swap`: POST /paceline/draft-weights, a route of `paceline.interop.draft_weights`. `publish`, if vLLM has
+           the routes: POST /start_draft_weight_update, the command, POST /finish_weight_update. Else `restart`
 sglang     POST /update_weights_from_disk with the field that this build has for draft weights (`draft_field`; no
            default, because a build without one would replace the target's own weights); else `restart`
 

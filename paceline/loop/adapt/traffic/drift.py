@@ -9,13 +9,13 @@ States: `learning` (no baseline yet, no alarms), `calm`, `raised` (a detector fi
 
 Thresholds come from theory, not from the scenarios of `world.py`; only PRIOR_HOURS was chosen by looking at them.
 Residuals are in standard deviations, clipped at `CLIP`. Page-Hinkley with allowance k = 0.5 and threshold h = 8 gives
-one false alarm in exp(2k(h + 1.17)) / (2 k^2)
-hours, 19,000 per series (Siegmund, Sequential Analysis, 1985, 2.5), and detects a drop of three standard deviations in
-about four hours. ADWIN (Bifet and Gavalda, 2007) with its authors' delta of 0.002 detects slower or smaller drops.
+one false alarm in exp(2k(h + 1.17)) / (2 k^2) hours, 19,000 per series (Siegmund, Sequential Analysis, 1985, 2.5), and
+detects a drop of three standard deviations in about four hours. ADWIN (Bifet and Gavalda, 2007) with its authors' delta
+of 0.002 detects slower or smaller drops.
 
 An alarm is judged at the end of each day since it was raised, by the hours with traffic since the last verdict, once
-there are LEAST_HOURS of them: a cluster of ten office hours is judged every other day. They are assumed to be as
-correlated as consecutive hours, which is cautious across a night, and to share the season's error on the first day.
+there are LEAST_HOURS of them. They are assumed to be as correlated as consecutive hours, which is cautious across a
+night, and to share the season's error on the first day.
 """
 
 from __future__ import annotations

@@ -8,14 +8,11 @@ A training takes `world.TRAINING_HOURS` and raises the acceptance of later synth
 cluster is trained and then serves it. Stored traffic does not change. The seasonal policy trains on the traffic since
 an alarm (a lasting drop of acceptance) fired, the naive one on the traffic during the training.
 
-`net_tokens_per_s` charges trainings. Serving costs `serving_price` for every hour of the replay, whatever the load; a
-training costs `training_price` for TRAINING_HOURS on a machine like the server's (fields of PriceConfig):
+`net_tokens_per_s` charges all trainings. Serving costs `serving_price` for every hour of the replay, whatever the load;
+a training costs `training_price` for TRAINING_HOURS on a machine like the server's (fields of PriceConfig):
 
     tokens/s      = tokens_per_round / (round_ms / 1000)
-    net tokens/s  = tokens/s x serving cost / (serving cost + cost of all trainings)
-
-This is the speed of a server that spends its training money on serving hours instead. Trainings of drafters proposed
-for one cluster count like all others."""
+    net tokens/s  = tokens/s x serving cost / (serving cost + cost of all trainings)"""
 
 from __future__ import annotations
 

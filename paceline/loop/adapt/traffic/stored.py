@@ -5,8 +5,7 @@ with. Unusable traces are counted.
     requests, left_out = read_requests(Path("traces"), cluster="tickets", since=hour)
 
 A trace's cluster (group of similar requests) is its `cluster`, else its tag, else "default". Only rounds in which
-drafts were verified count; the planner may leave drafts out of others. A prompt counts at most MOST_REPEATS times an
-hour, so that no client dominates by repeating itself."""
+drafts were verified count. A prompt counts at most MOST_REPEATS times an hour, so that no client dominates."""
 
 from __future__ import annotations
 
