@@ -249,23 +249,16 @@ class DeployConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(
-            ConfigError,
-            (self.engine == "paceline" and len(self.servers) > 1, "give one paceline server: each looks after itself"),
-            (
-                bool(self.servers) and self.engine == "vllm" and not (self.restart or self.publish or self.hot_swap),
-                "vllm needs --restart or --publish, a command, or --hot-swap",
-            ),
-            (self.hot_swap and self.engine != "vllm", f"--hot-swap is for vllm: {self.engine} has no such extension"),
-            (
-                self.hot_swap and self.publish is not None,
-                "--hot-swap and --publish both replace weights in a running vLLM: give one of them",
-            ),
-            (
-                bool(self.servers) and self.engine == "sglang" and not (self.restart or self.draft_field),
-                "sglang needs --restart or --draft-field",
-            ),
-        )
+        if self.engine == "paceline" and len(self.servers) > 1:
+            raise ConfigError("give one paceline server: each looks after itself")
+        if self.servers and self.engine == "vllm" and not (self.restart or self.publish or self.hot_swap):
+            raise ConfigError("vllm needs --restart or --publish, a command, or --hot-swap")
+        if self.hot_swap and self.engine != "vllm":
+            raise ConfigError(f"--hot-swap is for vllm: {self.engine} has no such extension")
+        if self.hot_swap and self.publish is not None:
+            raise ConfigError("--hot-swap and --publish both replace weights in a running vLLM: give one of them")
+        if self.servers and self.engine == "sglang" and not (self.restart or self.draft_field):
+            raise ConfigError("sglang needs --restart or --draft-field")
 
 
 @dataclass(frozen=True, slots=True)
