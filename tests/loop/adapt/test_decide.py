@@ -290,7 +290,8 @@ class TestPolicy:
             clusters.append(cluster)
             return {"old": 3.0}
 
-        policy = SeasonalPolicy(scores=scores)
+        policy = SeasonalPolicy()
+        policy.scores = scores
         lines = [policy.hour(EPOCH + at, {"a": sums(3.0 if at < 9 * DAY else 2.0)}) for at in range(11 * DAY)]
         first = next(line for line in lines if not line.decision.is_idle)
         assert first.decision.action == "route" and first.decision.member == "old"

@@ -100,17 +100,12 @@ class SeasonalPolicy:
     (group of similar requests), and lasting changes of the clusters' shares of the traffic. Reacts with the cheapest
     action that suffices: another drafter that is already on the server, an additional drafter, or a training."""
 
-    def __init__(
-        self,
-        config: PolicyConfig | None = None,
-        prices: PriceConfig | None = None,
-        scores: Callable[[str], Mapping[str, float] | None] = lambda cluster: {},
-    ) -> None:
-        """`scores(cluster)`, called only at an alarm, returns {drafter: acceptance length on the newest traces} of the
-        drafters that do not serve the cluster; None if they must be scored first."""
+    def __init__(self, config: PolicyConfig | None = None, prices: PriceConfig | None = None) -> None:
         self.config = config or PolicyConfig()
         self.prices = prices or PriceConfig()
-        self.scores = scores
+        self.scores: Callable[[str], Mapping[str, float] | None] = lambda cluster: {}
+        """Called only at an alarm: cluster -> {drafter: acceptance length on the newest traces} of the drafters that do
+        not serve the cluster; None if they must be scored first."""
         self.reset()
 
     def reset(self) -> None:

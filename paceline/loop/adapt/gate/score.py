@@ -1,7 +1,7 @@
 """Scores a drafter on stored traces: computes the rounds that it would have had. This is exact where the text of an
 answer does not depend on the drafter.
 
-    scored = score(llm, "runs/mine/drafter", read_requests(Path("traces"))[0])
+    scored = score(llm, llm.make_drafter("runs/mine/drafter"), read_requests(Path("traces"))[0])
     scored[0].figures.tokens_per_round
 
 The target reads a stored answer in wide passes, which give the same bits as serving (where the target
@@ -229,18 +229,14 @@ class Scorer:
         return drafted_probs(text_ids, target_probs(logits_JV, seq.params))
 
 
-def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_drafted: int | None = None) -> list[Scored]:
+def score(llm: LLM, drafter: Drafter, requests: Rows[Request]) -> list[Scored]:
     """Computes in which rounds (drafted and accepted tokens) `drafter` would have generated each stored answer; returns
-    them in the order of `requests`. Requests longer than the KV cache are left out. `num_drafted`: drafts per round of
-    a drafter given by name or folder [default: as the engine of `llm` is configured].
+    them in the order of `requests`. Requests longer than the KV cache are left out.
 
     The engine of `llm` must be idle; its state is reset afterwards. Raises ConfigError for a request that cannot be
-    scored, DrafterMismatchError if the drafter does not fit the target, and ModelNotFoundError, DownloadError or
-    ModelFileError if it cannot be loaded."""
-    drafter = llm.make_drafter(drafter, num_drafted=num_drafted) if isinstance(drafter, str) else drafter
-    fitting = [
-        request for request in requests if len(request.prompt_ids) + len(request.answer_ids) <= llm.target.cache.max_len
-    ]
+    scored, DrafterMismatchError if the drafter does not fit the target."""
+    most = llm.target.cache.max_len
+    fitting = [request for request in requests if len(request.prompt_ids) + len(request.answer_ids) <= most]
     try:
         return Scorer(llm, drafter, llm.config.rule).score(fitting)
     finally:
