@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,8 @@ import typer
 from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import REFUSED, Json, TerminalProgress, finish, say, starting
 from paceline.config import EngineConfig
-from paceline.loop.evals.config import EndpointConfig, EvalSampling, GateConfig, JudgeConfig, MakeConfig, PricesConfig
+from paceline.loop.evals.compare import Gate
+from paceline.loop.evals.config import EndpointConfig, EvalSampling, JudgeConfig, MakeConfig, PricesConfig
 from paceline.loop.evals.sandbox.run import Limits
 
 ENGINE = Only("model", "drafter", "dtype", "max_len", "backend", "isa", "weight_format", "device", "threads")
@@ -71,7 +72,7 @@ def evals_run(
     sampling: EvalSampling,
     judge: Annotated[JudgeConfig, JUDGE],
     prices: PricesConfig,
-    gate: GateConfig,
+    gate: Gate,
     limits: Annotated[Limits, Only("wall_s", "memory_bytes"), LIMITS],
     samples: Annotated[int, typer.Option(help="Answers to each case; its score is their mean.")] = 1,
     limit: Annotated[int | None, typer.Option(help="Only the first cases.")] = None,
@@ -100,13 +101,9 @@ def evals_run(
     """
     if endpoint.url is None:
         starting(engine.model)
-    from paceline.loop.evals.compare import Gate
     from paceline.loop.evals.run import Asked, evaluate
 
-    request = Asked(
-        endpoint, judge, sampling, prices, limits, Gate(**asdict(gate)), samples, limit, name, check_drafter,
-        unsafe_code,
-    )  # fmt: skip
+    request = Asked(endpoint, judge, sampling, prices, limits, gate, samples, limit, name, check_drafter, unsafe_code)
     done = evaluate(suite, engine, request, out=out, progress=TerminalProgress())
     finish(done.as_line(), as_json, REFUSED if done.refusals else 0)
 
@@ -115,7 +112,7 @@ def evals_run(
 def evals_compare(
     before: Annotated[Path, typer.Argument(help="Run folder of evals.")],
     after: Annotated[Path, typer.Argument(help="Another one, of the same suite.")],
-    gate: Annotated[GateConfig, Without("no_worse_than")],
+    gate: Annotated[Gate, Without("no_worse_than")],
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/evals-<time>].")] = None,
     as_json: Json = False,
 ) -> None:
@@ -127,9 +124,8 @@ def evals_compare(
     Examples:
       paceline evals compare runs/teacher runs/student --margin 0.02
     """
-    from paceline.loop.evals.compare import Gate
     from paceline.loop.evals.run import beside
 
-    comparison, refusals, run = beside(before, after, Gate(**asdict(gate)), out=out, progress=TerminalProgress())
+    comparison, refusals, run = beside(before, after, gate, out=out, progress=TerminalProgress())
     line = {**comparison.as_line(), "passed": not refusals, "refusals": refusals, "run": run.path}
     finish(line, as_json, REFUSED if refusals else 0)

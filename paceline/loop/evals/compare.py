@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.bounds import Checked, Share
 from paceline.errors import ConfigError, refuse
-from paceline.loop.evals.config import GateConfig
 from paceline.loop.evals.scores import Scores, parts_of, resampled
 
 if TYPE_CHECKING:
@@ -164,15 +165,28 @@ def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: flo
     return math.ceil((findable(1, deviation, level, power) / loss) ** 2)
 
 
-class Gate(GateConfig):
-    """Checks whether the scores of an eval meet the conditions of its fields, such as a minimum score, or no loss
-    against another run. All fields are inherited from `GateConfig`."""
+@dataclass(frozen=True, slots=True)
+class Gate(Checked):
+    """Conditions that the scores of an eval must meet; by default there are none. The fields are options of `paceline
+    evals run` and `paceline evals compare`, which exit with status 3 if a condition is not met."""
 
-    __slots__ = ()
+    fail_below: Share | None = None
+    """Minimum score."""
+    surely: bool = False
+    """The low end of the score's 95% interval must also reach it."""
+    no_worse_than: Path | None = None
+    """Run folder of evals to compare with, case by case."""
+    margin: Share | None = None
+    """Maximum accepted loss against the other run, by the low end of the difference's 95% interval [default: only a
+    significant loss fails]."""
+    same_text: bool = False
+    """Every answer must be identical to the other run's, as a lossless drafter guarantees."""
 
     def refusals(self, scores: Scores, comparison: Comparison | None = None) -> list[str]:
-        """Returns the reasons why the scores fail the gate; empty if they pass. `comparison`: comparison of these
-        scores with those of another run. Without it, conditions that concern another run are not checked."""
+        """Returns the reasons why the scores fail the gate; empty if they pass.
+
+        `comparison`: of these scores with another run's. Without it, only the minimum score is checked.
+        """
         reasons = []
         if self.fail_below is not None:
             low = scores.interval[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from paceline.bounds import Amount, Checked, Count, Positive, Share, check, within
+from paceline.bounds import Amount, Checked, Count, Positive, check, within
 from paceline.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
@@ -64,25 +64,6 @@ class MakeConfig:
     def __post_init__(self) -> None:
         check(self)
         refuse(ConfigError, (self.scorer == "regex" and self.pattern is None, "scorer regex needs a pattern"))
-
-
-@dataclass(frozen=True, slots=True)
-class GateConfig(Checked):
-    """Conditions that scores must meet in `paceline evals run` and `paceline evals compare`: a minimum score, no loss
-    against another run, or identical answers. By default, none is set. If a condition that is set is not met, the
-    command exits with status 3."""
-
-    fail_below: Share | None = None
-    """Minimum score."""
-    surely: bool = False
-    """The low end of the score's 95% interval must also reach it."""
-    no_worse_than: Path | None = None
-    """Run folder of evals to compare with, case by case."""
-    margin: Share | None = None
-    """Maximum accepted loss against the other run, by the low end of the difference's 95% interval [default: only a
-    significant loss fails]."""
-    same_text: bool = False
-    """Every answer must be identical to the other run's, as a lossless drafter guarantees."""
 
 
 @dataclass(frozen=True, slots=True)
