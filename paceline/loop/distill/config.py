@@ -16,7 +16,6 @@ from paceline.errors import ConfigError, refuse
 from paceline.train.config import AnswerConfig, PromptsConfig
 
 DEFAULT_EPOCHS, MANY_EPOCHS = 3.0, 100.0
-SomeSteps = Annotated[int, at_least(1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class TeachingConfig:
     """gkd: share of steps that train on answers sampled from the student."""
     minutes: Positive | None = None
     """Minutes of training, over all resumed parts [default: for the epochs]."""
-    max_steps: SomeSteps | None = None
+    max_steps: Count | None = None
     """Maximum number of steps."""
     epochs: Positive | None = None
     """Maximum number of epochs [default: 3; with minutes or steps as many as they allow]."""
@@ -171,13 +170,3 @@ class DistillConfig:
     teaching: TeachingConfig = field(default_factory=TeachingConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     files: FilesConfig = field(default_factory=FilesConfig)
-
-    def require_answers(self) -> None:
-        """Raises ConfigError if neither recorded answers nor prompts are given."""
-        refuse(
-            ConfigError,
-            (
-                not self.answers and not self.prompting.prompts,
-                "a student learns from its teacher's answers: give --answers FOLDER, or --prompts FILE to be answered",
-            ),
-        )

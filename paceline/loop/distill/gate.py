@@ -1,10 +1,8 @@
 """Gates that decide whether a student is accepted, over held-out prompts; all must pass.
 
-    class Judge(Protocol): name; __call__(GateInputs) -> Finding
-
-`Agreement` compares the student's top tokens with the teacher's along the teacher's answers, and its loss with the
-untrained student's. `OwnAnswers` compares the student's greedy answers with the teacher's. Callers may add judges, such
-as evals.
+`agreement` compares the student's top tokens with the teacher's along the teacher's answers, and its loss with the
+untrained student's. `answers` compares the student's greedy answers with the teacher's. Callers may add gates, such as
+evals.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -65,24 +63,8 @@ class GateInputs:
     progress: Progress
 
 
-class Judge(Protocol):
-    """A gate: a callable that receives `GateInputs`, decides whether the finished student is accepted, and returns a
-    `Finding`."""
-
-    @property
-    def name(self) -> str:
-        """Name of the gate, also in its `Finding`."""
-        ...
-
-    def __call__(self, inputs: GateInputs) -> Finding:
-        """Tests the student in `inputs`; returns the gate's decision."""
-        ...
-
-
-def same_first(one: AnswerLogprobs, other: AnswerLogprobs) -> tuple[float, float]:
-    """Compares two models at the tokens of one answer. Returns two counts, as floats: the positions at which their most
-    probable tokens are equal, and all positions."""
-    return float((one.ids_NK[:, 0] == other.ids_NK[:, 0]).sum()), float(len(one.ids_NK))
+Judge = Callable[[GateInputs], Finding]
+"""A gate: decides whether the finished student is accepted."""
 
 
 def few_a_prompt(documents: Iterable[Document], most: int = A_PROMPT) -> list[Document]:
@@ -100,66 +82,51 @@ def mean_loss(logprobs: Sequence[AnswerLogprobs]) -> float:
     return -float(np.concatenate([each.own_N for each in logprobs]).mean())
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Gate with two conditions, on agreement and loss. The agreement is the share of positions at which the most
-    probable tokens of student and teacher are equal; the low end of its 95% interval (over prompts) must be at least
-    `config.least_agreement`. The student's loss must be lower than before its training."""
+def agreement(config: GateConfig, inputs: GateInputs) -> Finding:
+    """Gate: compares the most probable tokens of student and teacher, and the student's loss with that before training.
 
-    config: GateConfig
-    name: str = "agreement"
-
-    def __call__(self, inputs: GateInputs) -> Finding:
-        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # [equal, all] positions of each prompt
-        for document, student, teacher in zip(inputs.documents, inputs.student, inputs.teacher, strict=True):
-            own = sums[prompt_of(document.key)]
-            own[:] = map(sum, zip(own, same_first(student, teacher), strict=True))
-        pairs = list(map(tuple, sums.values()))
-        share, interval = ratio_of_sums(pairs), bootstrap(pairs, ratio_of_sums)
-        losses = {
-            "teacher": mean_loss(inputs.teacher),
-            "student": mean_loss(inputs.student),
-            "before": mean_loss(inputs.start),
-        }
-        figures = {"agreement": share, "interval": interval, "loss": losses, "num_prompts": len(pairs)}
-        if not math.isfinite(losses["student"]) or losses["student"] >= losses["before"]:
-            reason = f"it learned nothing: {losses['student']:.3f} nats a held-out token, {losses['before']:.3f} before"
-            return Finding(self.name, False, f"{reason}; train for longer or with another --lr", figures)
-        low = share if interval[0] is None else interval[0]
-        reason = f"{share:.1%} of the teacher's tokens{_between(interval)}, {self.config.least_agreement:.1%} needed"
-        return _finding(self.name, low >= self.config.least_agreement, reason, figures)
+    The agreement is the share of positions with equal tokens. The low end of its 95% interval over prompts must be at
+    least `config.least_agreement`. The loss must be lower than before training.
+    """
+    counts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # [equal, all] positions of each prompt
+    for document, student, teacher in zip(inputs.documents, inputs.student, inputs.teacher, strict=True):
+        own = counts[prompt_of(document.key)]
+        own[0] += float((student.ids_NK[:, 0] == teacher.ids_NK[:, 0]).sum())
+        own[1] += len(student.ids_NK)
+    pairs = list(map(tuple, counts.values()))
+    share, interval = ratio_of_sums(pairs), bootstrap(pairs, ratio_of_sums)
+    models = {"teacher": inputs.teacher, "student": inputs.student, "before": inputs.start}
+    losses = {name: mean_loss(logprobs) for name, logprobs in models.items()}
+    figures = {"agreement": share, "interval": interval, "loss": losses, "num_prompts": len(pairs)}
+    if not math.isfinite(losses["student"]) or losses["student"] >= losses["before"]:
+        reason = f"it learned nothing: {losses['student']:.3f} nats a held-out token, {losses['before']:.3f} before"
+        return Finding("agreement", False, f"{reason}; train for longer or with another --lr", figures)
+    low = share if interval[0] is None else interval[0]
+    reason = f"{share:.1%} of the teacher's tokens{_between(interval)}, {config.least_agreement:.1%} needed"
+    return _finding("agreement", low >= config.least_agreement, reason, figures)
 
 
-@dataclass(frozen=True, slots=True)
-class OwnAnswers:
+def answers(config: GateConfig, inputs: GateInputs) -> Finding:
     """Gate: compares the student's greedy answers with the teacher's answers to the same held-out prompts.
 
-    If at least 90% (MOSTLY) of the teacher's answers are JSON objects, their fields are compared with those of the
-    student's answers. The student passes if the share of fields with equal values is at least `config.least_fields`. If
-    fewer answers are JSON objects, every student passes.
+    If at least 90% (MOSTLY) of the teacher's answers are JSON objects, the share of their fields that are equal in the
+    student's answers must be at least `config.least_fields`. Otherwise every student passes.
     """
-
-    config: GateConfig
-    name: str = "answers"
-
-    def __call__(self, inputs: GateInputs) -> Finding:
-        documents = few_a_prompt(inputs.documents, 1)[: self.config.num_answers]
-        references = [inputs.llm.tokenizer.decode(each.tokens[each.answer_start :].tolist()) for each in documents]
-        answers = own_answers(inputs.llm, documents, inputs.progress)
-        identical = sum(one.strip() == other.strip() for one, other in zip(answers, references, strict=True)) / len(
-            answers
-        )
-        figures: dict[str, Any] = {"identical": identical, "num_prompts": len(answers), "texts": answers[:3]}
-        objects = [json_object(text) for text in references]
-        if sum(each is not None for each in objects) < MOSTLY * len(objects):
-            return Finding(
-                self.name, True, f"{identical:.1%} of the answers are the teacher's very text; no limit", figures
-            )
-        pairs = [same_fields(text, wanted) for text, wanted in zip(answers, objects, strict=True) if wanted]
-        share, interval = ratio_of_sums(pairs), bootstrap(pairs, ratio_of_sums)
-        figures |= {"fields": share, "fields_interval": interval}
-        reason = f"{share:.1%} of the teacher's fields{_between(interval)}, {self.config.least_fields:.1%} needed"
-        return _finding(self.name, share >= self.config.least_fields, reason, figures)
+    documents = few_a_prompt(inputs.documents, 1)[: config.num_answers]
+    references = [inputs.llm.tokenizer.decode(each.tokens[each.answer_start :].tolist()) for each in documents]
+    texts = own_answers(inputs.llm, documents, inputs.progress)
+    num_same = sum(one.strip() == other.strip() for one, other in zip(texts, references, strict=True))
+    identical = num_same / len(texts)
+    figures: dict[str, Any] = {"identical": identical, "num_prompts": len(texts), "texts": texts[:3]}
+    objects = [json_object(text) for text in references]
+    if sum(each is not None for each in objects) < MOSTLY * len(objects):
+        reason = f"{identical:.1%} of the answers are the teacher's very text; no limit"
+        return Finding("answers", True, reason, figures)
+    pairs = [same_fields(text, wanted) for text, wanted in zip(texts, objects, strict=True) if wanted]
+    share, interval = ratio_of_sums(pairs), bootstrap(pairs, ratio_of_sums)
+    figures |= {"fields": share, "fields_interval": interval}
+    reason = f"{share:.1%} of the teacher's fields{_between(interval)}, {config.least_fields:.1%} needed"
+    return _finding("answers", share >= config.least_fields, reason, figures)
 
 
 def _finding(name: str, passed: bool, reason: str, figures: dict[str, Any]) -> Finding:
@@ -176,10 +143,8 @@ def own_answers(llm: LLM, documents: Sequence[Document], progress: Progress) -> 
             prompts = [each.tokens[: each.answer_start].tolist() for each in part]
             room = [llm.target.cache.max_len - len(prompt) for prompt in prompts]
             longest = [len(each) - each.answer_start + MORE_TOKENS for each in part]
-            params = [
-                SamplingParams(temperature=0.0, max_tokens=max(1, min(pair)))
-                for pair in zip(longest, room, strict=True)
-            ]
+            limits = [max(1, min(pair)) for pair in zip(longest, room, strict=True)]
+            params = [SamplingParams(temperature=0.0, max_tokens=limit) for limit in limits]
             for answer in llm.generate_ids(prompts, params):
                 texts.append(answer.text)
                 advance("the student answers")

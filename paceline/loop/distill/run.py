@@ -13,14 +13,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.engine.llm import LLM
-from paceline.errors import CacheError, PromptError, reraised
+from paceline.errors import CacheError, ConfigError, PromptError, reraised
 from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
-from paceline.loop.distill.gate import Agreement, Finding, GateInputs, Judge, OwnAnswers, few_a_prompt
+from paceline.loop.distill.gate import Finding, GateInputs, Judge, agreement, answers, few_a_prompt
 from paceline.loop.distill.influence import influences
 from paceline.loop.distill.reading import Reader, Stored, read_all
 from paceline.loop.distill.start import num_weights, write_start
@@ -69,7 +70,10 @@ class DistillResult:
 def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> DistillResult:
     """Runs the distillation in the folder `config.out`, or resumes it; the result says whether the student was
     accepted. `judges`: further gates, after the built-in ones. Implements `paceline.loop.distill.distill`."""
-    config.require_answers()
+    if not config.answers and not config.prompting.prompts:
+        raise ConfigError(
+            "a student learns from its teacher's answers: give --answers FOLDER, or --prompts FILE to be answered"
+        )
     import paceline.loop.distill.teach as teach  # raises before any computation if TRL is not installed
 
     with only_run(config.out, "distilling", Ranks(), progress.say), stopped_by_signal(progress.say) as stop:
@@ -223,9 +227,11 @@ class _Stages:
         teacher = self._stored("heldout").load(documents)
         inputs = GateInputs(llm, documents, teacher, logprobs[1], logprobs[0], self.progress)
         gate = self.config.gate
-        judges: list[Judge] = [Agreement(gate), *([OwnAnswers(gate)] if gate.num_answers else []), *self.judges]
+        judges: list[Judge] = [partial(agreement, gate)]
+        if gate.num_answers:
+            judges.append(partial(answers, gate))
         findings: list[Finding] = []
-        for judge in judges:
+        for judge in (*judges, *self.judges):
             findings.append(judge(inputs))
             if not findings[-1].passed:
                 break  # further gates would not change the result

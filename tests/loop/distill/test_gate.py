@@ -7,7 +7,7 @@ import pytest
 from small_llm import EOS, Parrot, fake_llm
 
 from paceline.loop.distill.config import GateConfig
-from paceline.loop.distill.gate import Agreement, GateInputs, OwnAnswers, few_a_prompt, json_object, same_fields
+from paceline.loop.distill.gate import GateInputs, agreement, answers, few_a_prompt, json_object, same_fields
 from paceline.loop.distill.reading import AnswerLogprobs
 from paceline.report.tables import Progress
 from paceline.train.documents.dataset import Document
@@ -38,7 +38,7 @@ def seat(student: AnswerLogprobs, start: AnswerLogprobs, number: int = 12) -> Ga
     ],
 )
 def test_agreement_with_the_teacher(student: AnswerLogprobs, passed: bool, reason: str) -> None:
-    finding = Agreement(GateConfig())(seat(student, answer_logprobs(1, 4.0)))
+    finding = agreement(GateConfig(), seat(student, answer_logprobs(1, 4.0)))
     assert finding.passed is passed and reason in finding.reason
 
 
@@ -53,7 +53,7 @@ def test_the_lower_end_of_the_interval_counts() -> None:
         mixed.start,
         Progress(),
     )
-    finding = Agreement(GateConfig())(mixed)
+    finding = agreement(GateConfig(), mixed)
     assert finding.figures["agreement"] == pytest.approx(0.917, abs=1e-3) and not finding.passed
 
 
@@ -64,7 +64,7 @@ def test_answers_of_one_prompt_count_as_one_prompt() -> None:
     right, wrong = answer_logprobs(10, 0.2), answer_logprobs(0, 0.2)
     teacher, start = [answer_logprobs(10, 0.1)] * 50, [answer_logprobs(1, 4.0)] * 50
     inputs = GateInputs(fake_llm(), documents, teacher, [right] * 47 + [wrong] * 3, start, Progress())
-    finding = Agreement(GateConfig(least_agreement=0.8))(inputs)
+    finding = agreement(GateConfig(least_agreement=0.8), inputs)
     assert finding.figures["num_prompts"] == 10 and not finding.passed, "few prompts: the interval is wide"
 
 
@@ -73,7 +73,7 @@ def answers_of(answer: str, expected: str) -> tuple[bool, str, dict]:
     llm = fake_llm(Parrot("go:", [*answer.encode(), EOS]))
     tokens = np.array([*b"go:", *expected.encode()], dtype=np.int32)
     documents = [Document(f"{place}", tokens, 3) for place in range(4)]
-    finding = OwnAnswers(GateConfig())(GateInputs(llm, documents, [], [], [], Progress()))
+    finding = answers(GateConfig(), GateInputs(llm, documents, [], [], [], Progress()))
     return finding.passed, finding.reason, finding.figures
 
 

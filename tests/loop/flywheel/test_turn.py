@@ -112,16 +112,9 @@ def killed(config: FlywheelConfig) -> int | str | None:
     return stopped.value.code
 
 
-class Passing:
+def passing(config: GateConfig, inputs: GateInputs) -> Finding:
     """Distill's gate as this file needs it: whether a student learned enough is not asked (distill/test_gate.py)."""
-
-    name = "agreement"
-
-    def __init__(self, config: GateConfig) -> None:
-        self.config = config
-
-    def __call__(self, inputs: GateInputs) -> Finding:
-        return Finding(self.name, len(inputs.student) == len(inputs.documents) > 0, "whatever it learned")
+    return Finding("agreement", len(inputs.student) == len(inputs.documents) > 0, "whatever it learned")
 
 
 class Turned:
@@ -144,7 +137,7 @@ class Turned:
 @pytest.fixture(scope="module")
 def turned(tmp_path_factory: pytest.TempPathFactory, teacher: tuple[Path, Path]) -> Turned:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.loop.distill.run.Agreement", Passing)
+        patch.setattr("paceline.loop.distill.run.agreement", passing)
         return Turned(tmp_path_factory.mktemp("flywheel"), teacher)
 
 
