@@ -22,9 +22,8 @@ from paceline.errors import CacheError, ConfigError, PromptError, reraised
 from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
 from paceline.loop.distill.gate import Finding, GateInputs, Judge, agreement, answers, few_a_prompt
-from paceline.loop.distill.influence import influences
 from paceline.loop.distill.reading import Reader, Stored, read_all
-from paceline.loop.distill.start import num_weights, write_start
+from paceline.loop.distill.start import influences, num_weights, write_start
 from paceline.model import checkpoint
 from paceline.model.gguf.container import is_gguf
 from paceline.model.gguf.to_folder import LAST_FILE, write_folder, write_model

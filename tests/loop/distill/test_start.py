@@ -14,8 +14,7 @@ from small_teacher import WORDS, untaught, write_untaught
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.loop.distill.config import StudentConfig, TeachingConfig
-from paceline.loop.distill.influence import influences
-from paceline.loop.distill.start import kept_layers, spread_layers, write_start
+from paceline.loop.distill.start import influences, kept_layers, spread_layers, write_start
 from paceline.model import checkpoint
 from paceline.model.gguf.to_folder import write_folder
 from paceline.train.documents.dataset import Document
