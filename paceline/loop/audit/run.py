@@ -26,7 +26,8 @@ from paceline.loop.audit.config import AuditConfig
 from paceline.loop.audit.endpoint import AuditPrompt, Endpoint, Request, sendable
 from paceline.loop.audit.evidence import Draw, Group, Trial, judged
 from paceline.loop.audit.report import write_report
-from paceline.loop.audit.scores import Reader, scores_of
+from paceline.loop.audit.scores import logits_of, scores_of
+from paceline.model.teacher_forcing import ForcedReader
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.net.served_model import served_name
 from paceline.net.streaming import Client
@@ -115,12 +116,13 @@ class Auditor:
         for request, answer in answers:
             if answer is not None and answer.token_ids:
                 by_prompt[request.prompt].append(answer)
-        draws, reader, tie = list[Draw](), Reader(self.llm), self.config.tolerance.tie
-        with self.progress.bar("scoring", len(by_prompt)) as advance:
+        draws, tie = list[Draw](), self.config.tolerance.tie
+        bar, reading = self.progress.bar("scoring", len(by_prompt)), contextlib.closing(ForcedReader(self.llm.target))
+        with bar as advance, reading as reader:
             for prompt, known in sorted(by_prompt.items()):
-                token_ids = [answer.token_ids or [] for answer in known]
-                logits = reader.read(self.endpoint.prompt_ids(prompt), token_ids)
-                for answer, tokens, logits_TV in zip(known, token_ids, logits, strict=True):
+                for answer in known:
+                    tokens = answer.token_ids or []
+                    logits_TV = logits_of(reader, self.endpoint.prompt_ids(prompt), tokens)
                     scores = scores_of(logits_TV, tokens, temperature, top_p, tie)
                     draws.append(Draw(prompt, tuple(tokens), scores))
                     if temperature == 1 and top_p == 1 and answer.logprobs:

@@ -1,26 +1,20 @@
-"""Teacher forcing: the target model reads a server's answers and computes the probability of each of their tokens.
-
-`Reader(llm).read(prompt_ids, answers)` reads a prompt once and yields the logits of every answer to it; `scores_of`
-computes the `Scores` of an answer from them."""
+"""Computes the probability of each token of a server's answers: the local model reads them (teacher forcing)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.engine.llm import LLM
 from paceline.loop.audit.evidence import RARE, SLOPES, Scores
 from paceline.model.sampling.logits import target_probs
-from paceline.model.target import ForwardBatch
+from paceline.model.teacher_forcing import ForcedReader
 from paceline.types import SamplingParams
 
 ARRAYS = tuple(field.name for field in fields(Scores) if field.name != "binary")
-CHUNK = 256
-"""Positions per forward pass."""
 LOGITS = 2**19
 """Maximum number of logits scored at a time: whole answers would take hundreds of megabytes with a large vocabulary."""
 LAST_PART = 0.7
@@ -28,40 +22,10 @@ LAST_PART = 0.7
 probability top-p."""
 
 
-class Reader:
-    """Runs the target over prompts with given answers (teacher forcing) and yields the logits of every answer token.
-    The engine of `llm` must be idle."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._target = llm.target
-        llm.target.set_taps(())
-
-    @torch.inference_mode()
-    def read(self, prompt_ids: Sequence[int], answers: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yields the local model's logits for each answer to this prompt: [T, V] for an answer of T tokens. Row t
-        predicts answer token t, given the prompt and the tokens before it."""
-        target, prompt = self._target, list(prompt_ids)
-        row = target.cache.allocate()
-        assert row is not None, "the engine is not idle"
-        try:
-            for start in range(0, len(prompt) - 1, CHUNK):
-                part = prompt[start : min(start + CHUNK, len(prompt) - 1)]
-                target.forward(ForwardBatch([row], [start], [len(part)], part, "none"))
-            for answer in answers:
-                yield self._logits(row, [prompt[-1], *answer[:-1]], len(prompt) - 1)
-                target.cache.rollback([row], [len(prompt) - 1])
-        finally:
-            target.cache.rollback([row], [0])
-            target.cache.free(row)
-
-    def _logits(self, row: int, tokens: list[int], first: int) -> Tensor:
-        logits: list[Tensor] = []
-        for start in range(0, len(tokens), CHUNK):
-            part = tokens[start : start + CHUNK]
-            out = self._target.forward(ForwardBatch([row], [first + start], [len(part)], part))
-            assert out.logits_TV is not None
-            logits.append(out.logits_TV.float().clone())
-        return torch.cat(logits)
+def logits_of(reader: ForcedReader, prompt_ids: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Returns the logits [T, V] that predict the T tokens of an answer to a prompt."""
+    chunks = reader.logits([*prompt_ids, *tokens], len(prompt_ids))
+    return torch.cat([logits_TV.float().clone() for _, logits_TV in chunks])
 
 
 @torch.inference_mode()

@@ -5,8 +5,7 @@
         own [N]                 log-probability of the answer's own token
         counts [128]            answer tokens per document
 
-`Reader(llm, k).read(document)` reuses the cached prefix shared with the previous document, such as a system message. It
-runs the engine's own forward pass, so a quantised teacher is read as it is served.
+`Reader(llm, k).read(document)` runs the engine's own forward pass, so a quantised teacher is read as it is served.
 """
 
 from __future__ import annotations
@@ -23,14 +22,11 @@ from safetensors.numpy import load_file, save_file
 
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, NumericsError, reraised
-from paceline.model.target import ForwardBatch
-from paceline.report.statistics import num_common
+from paceline.model.teacher_forcing import ForcedReader
 from paceline.report.tables import Progress
 from paceline.runs.folder import whole_file
 from paceline.train.documents.dataset import Document
 
-CHUNK = 256
-"""Number of positions per forward pass."""
 AT_ONCE = 128
 """Number of documents per file."""
 
@@ -46,55 +42,30 @@ class AnswerLogprobs:
     """Log-probability of the answer's own token at each position."""
 
 
-class Reader:
-    """Computes a model's top-k log-probabilities at the answer tokens of documents (prompt and answer), by teacher
-    forcing.
+class Reader(ForcedReader):
+    """Computes a model's top-k log-probabilities at the answer tokens of documents (prompt and answer).
 
-    Runs the target model of an `LLM` without its scheduler, and occupies one row of its KV cache until `close`. The
-    `LLM` must not generate in the meantime.
+    Occupies one row of the KV cache until `close`; the `LLM` must not generate in the meantime.
     """
 
     def __init__(self, llm: LLM, top_k: int) -> None:
-        self._target, self._top_k = llm.target, min(top_k, llm.target.vocab_size)
-        llm.target.set_taps(())
-        row = llm.target.cache.allocate()
-        assert row is not None, "the engine is not idle"
-        self._row, self._cached = row, list[int]()
-
-    def close(self) -> None:
-        """Free the cache row that the reader uses."""
-        self._target.cache.rollback([self._row], [0])
-        self._target.cache.free(self._row)
+        super().__init__(llm.target)
+        self._top_k = min(top_k, llm.target.vocab_size)
 
     @torch.inference_mode()
     def read(self, document: Document) -> AnswerLogprobs:
         """Computes the log-probabilities at the tokens of a document's answer. Raises NumericsError if an answer
         token's log-probability is not finite."""
-        tokens, first = document.tokens.tolist(), max(1, document.answer_start)
-        common = num_common(self._cached, tokens[: first - 1])
-        self._target.cache.rollback([self._row], [common])
-        for start in range(common, first - 1, CHUNK):
-            part = tokens[start : min(start + CHUNK, first - 1)]
-            self._target.forward(ForwardBatch([self._row], [start], [len(part)], part, "none"))
-        chunks = [self._answer(tokens, start) for start in range(first - 1, len(tokens) - 1, CHUNK)]
-        self._cached = tokens[:-1]
+        chunks = []
+        for ids, logits_TV in self.logits(document.tokens.tolist(), max(1, document.answer_start)):
+            logprobs_TV = logits_TV.float().log_softmax(-1)
+            own_T1 = logprobs_TV.gather(-1, torch.tensor(ids, device=logprobs_TV.device)[:, None])
+            top = logprobs_TV.topk(self._top_k, dim=-1)
+            chunks.append((top.indices.int().cpu().numpy(), top.values.cpu().numpy(), own_T1[:, 0].cpu().numpy()))
         logprobs = AnswerLogprobs(*(np.concatenate(arrays) for arrays in zip(*chunks, strict=True)))
         if not np.isfinite(logprobs.own_N).all():
             raise NumericsError(f"the model's numbers are not finite at {document.key}: use another checkpoint")
         return logprobs
-
-    def _answer(
-        self, tokens: list[int], start: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
-        part = tokens[start : min(start + CHUNK, len(tokens) - 1)]
-        out = self._target.forward(ForwardBatch([self._row], [start], [len(part)], part))
-        assert out.logits_TV is not None
-        logprobs_TV = out.logits_TV.float().log_softmax(-1)
-        own_T = logprobs_TV.gather(
-            -1, torch.tensor(tokens[start + 1 : start + 1 + len(part)])[:, None].to(logprobs_TV.device)
-        )
-        top = logprobs_TV.topk(self._top_k, dim=-1)
-        return top.indices.int().cpu().numpy(), top.values.cpu().numpy(), own_T[:, 0].cpu().numpy()
 
 
 def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[str], object]) -> list[AnswerLogprobs]:
