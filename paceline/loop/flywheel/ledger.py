@@ -48,16 +48,11 @@ def read(out: Path) -> list[Line]:
 def table(lines: Sequence[Line]) -> Table:
     """Returns lines of the ledger as a table for display; its notes list the models' paths and the reasons of
     refusals."""
-    has_first = any(line.get("first_score") is not None for line in lines)
     columns = [
         Column("turn", lambda line: line["turn"], align="right"),
         Column("what", lambda line: line["what"]),
         Column("state", lambda line: line["state"]),
         Column("evals", lambda line: _score(line, "score", "interval"), align="right", cut=" ["),
-        *(
-            [Column("first evals", lambda line: _score(line, "first_score", "first_interval"), align="right")]
-            * has_first
-        ),
         Column("p50", lambda line: line.get("p50_s"), "{:.3g} s", align="right"),
         Column("tokens/s", lambda line: line.get("tokens_per_s"), "{:.1f}", align="right"),
         Column("core-s per 1,000", lambda line: line.get("core_s_per_1000"), "{:,.0f}", align="right"),
@@ -65,6 +60,9 @@ def table(lines: Sequence[Line]) -> Table:
         Column("core-hours", lambda line: line.get("core_s") and line["core_s"] / 3600, "{:.2f}", align="right"),
         Column("cost", lambda line: line.get("price"), "{:.4g}", align="right"),
     ]
+    if any(line.get("first_score") is not None for line in lines):
+        first = Column("first evals", lambda line: _score(line, "first_score", "first_interval"), align="right")
+        columns.insert(4, first)
     models: dict[str, Line] = {}
     for line in lines:
         if line.get("model"):

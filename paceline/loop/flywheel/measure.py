@@ -44,9 +44,8 @@ class Bench:
         if not self.config.is_given("sampling.max_tokens"):
             sampling = replace(sampling, max_tokens=self.max_tokens)
         config = Asked(judge=self.config.judge, sampling=sampling, name=what, check_drafter=False)
-        return evaluate(
-            self.suites[suite], engine, config, out=self.folder / "evals" / what, progress=self.progress
-        ).scores
+        out = self.folder / "evals" / what
+        return evaluate(self.suites[suite], engine, config, out=out, progress=self.progress).scores
 
     def compared(self, what: str, scores: Scores, base: str) -> Comparison:
         """Compares `scores` with those of an earlier eval of this iteration (turn), and prints the difference. `what`:
@@ -101,7 +100,7 @@ def slower(alone: Scores, drafted: Scores, comparison: Comparison, least: float,
     """
     if is_greedy and comparison.same_text < comparison.cases:
         return f"{comparison.cases - comparison.same_text} of {comparison.cases} answers differ from those without it"
-    rates = [scores.num_tokens / scores.wall_s if scores.wall_s else 0.0 for scores in (alone, drafted)]
-    if rates[1] < least * rates[0]:
-        return f"{rates[1]:.1f} tokens/s with it, {rates[0]:.1f} without, {least:g} times as many are needed"
+    before, after = (scores.num_tokens / scores.wall_s if scores.wall_s else 0.0 for scores in (alone, drafted))
+    if after < least * before:
+        return f"{after:.1f} tokens/s with it, {before:.1f} without, {least:g} times as many are needed"
     return None

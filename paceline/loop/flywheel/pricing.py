@@ -98,19 +98,18 @@ class TurnPrice:
              "price": self.money(each.minutes), "finished": each.is_finished}
             for each in self.stages
         ]  # fmt: skip
-        turn = {
+        return {
             "turn": self.turn,
             "model": self.model,
             "threads": self.threads,
             "stages": stages,
             "notes": list(self.notes),
-        }
-        whole = {
+            "minutes": self.minutes,
+            "core_hours": self.minutes / 60 * self.threads,
             "tokens": sum(each.tokens for each in self.stages),
             "disk_bytes": sum(each.disk_bytes for each in self.stages),
+            "price": self.money(self.minutes),
         }
-        hours = {"minutes": self.minutes, "core_hours": self.minutes / 60 * self.threads}
-        return {**turn, **hours, **whole, "price": self.money(self.minutes)}
 
     def table(self) -> Table:
         figures = self.as_json()
@@ -119,9 +118,7 @@ class TurnPrice:
             Column("stage", lambda each: each.stage),
             Column("minutes", lambda each: None if each.is_finished else each.minutes, "{:.1f}", align="right"),
             Column("tokens", lambda each: each.tokens or None, "{:,.0f}", align="right"),
-            Column(
-                "disk MiB", lambda each: each.disk_bytes / 2**20 if each.disk_bytes else None, "{:,.0f}", align="right"
-            ),
+            Column("disk MiB", lambda each: each.disk_bytes / 2**20 or None, "{:,.0f}", align="right"),
             Column("price", lambda each: self.money(each.minutes), "{:.4g}", align="right"),
         ]
         title = f"Turn {self.turn}, from {self.model}: {figures['core_hours']:.2f} core-hours on {self.threads} threads"
@@ -148,6 +145,7 @@ def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
     suites = 2.0 if turn.number > 1 else 1.0  # with the first turn's suite
     row_bytes = BYTES_A_TOKEN * (material.prompt_tokens + material.answer_tokens)
     drafter = StagePrice("drafter", drafter_minutes + evals_minutes, eval_tokens, drafter_bytes)
+    for_student = drafter_minutes + share * evals_minutes
     stages = [
         StagePrice("record", answers * answer_s / 60, answers * material.answer_tokens),
         StagePrice("store", disk_bytes=row_bytes * material.rows),
@@ -155,13 +153,10 @@ def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
         drafter if config.drafter.of_teacher else StagePrice("drafter"),
         StagePrice("student", student_s / 60, train_tokens, disk),
         StagePrice("student-evals", suites * share * evals_minutes, suites * eval_tokens),
-        StagePrice(
-            "student-drafter", drafter_minutes + share * evals_minutes, eval_tokens + train_tokens, drafter_bytes
-        ),
+        StagePrice("student-drafter", for_student, eval_tokens + train_tokens, drafter_bytes),
     ]
-    remaining = [
-        StagePrice(each.stage, is_finished=True) if each.stage in turn.state.stages else each for each in stages
-    ]
+    done = turn.state.stages
+    remaining = [StagePrice(each.stage, is_finished=True) if each.stage in done else each for each in stages]
     threads = config.engine.threads or torch.get_num_threads()
     return TurnPrice(turn.number, turn.serving.model, remaining, threads, config.price_per_core_hour, notes)
 
@@ -172,20 +167,14 @@ def _material(turn: Turn) -> Material:
     config = turn.config
     if "store" in turn.state.stages:
         sources = [Path(turn.of("store")["store"])]
-    elif (
-        "record" in turn.state.stages
-        or (turn.number == 1 and config.record)
-        or not config.prompts
-        or (turn.number > 1 and any((turn.folder / "traces").glob("*.parquet")))
-    ):
+    elif "record" in turn.state.stages or turn.recorded or not config.prompts:
         recorded = turn.state.stages.get("record") or record(turn)
         sources = [Path(source) for source in recorded["sources"]]
     else:
         prompts = read_mixture(PromptsConfig(config.prompts), config.answering.seed, ignore).prompts
         letters = [sum(len(str(each.get("content") or "")) for each in prompt.messages) for prompt in prompts]
-        lengths = [
-            len(prompt.token_ids) or number / LETTERS_PER_TOKEN for prompt, number in zip(prompts, letters, strict=True)
-        ]
+        pairs = zip(prompts, letters, strict=True)
+        lengths = [len(prompt.token_ids) or number / LETTERS_PER_TOKEN for prompt, number in pairs]
         rows = len(prompts) * len(config.answering.temperatures)
         return Material(rows, sum(lengths) / max(1, len(lengths)), ANSWER_SHARE * config.answering.max_tokens)
     folders = [split for source in sources for split in _splits(source)]
@@ -219,12 +208,10 @@ def _student(turn: Turn, material: Material, notes: list[str]) -> tuple[float, f
     """Estimates the student: (training seconds, disk bytes, share of the teacher's weights)."""
     config, teaching = turn.config, turn.config.student_teaching
     if not material.sources:
-        student, shape = (
-            config.student_of(turn.number),
-            read_target(replace(config.engine, model=turn.serving.model)).shape,
-        )
+        student = config.student_of(turn.number)
+        target = read_target(replace(config.engine, model=turn.serving.model))
         if not student.student:
-            kept_layers(student, shape.num_layers)  # raises ConfigError on invalid layers
+            kept_layers(student, target.shape.num_layers)  # raises ConfigError on invalid layers
         notes.append("the student's training is priced by its minutes: a step is timed when there are answers")
         return 60 * (teaching.minutes or config.minutes), 0.0, DEFAULT_SHARE
     teacher = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)
@@ -249,12 +236,15 @@ def _drafter(turn: Turn, notes: list[str]) -> tuple[float, float]:
     teacher's."""
     config, drafter = turn.config, turn.config.drafter
     engine = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)
-    more: dict[str, Any] = {
-        "minutes": config.drafter_minutes,
-        "plan": drafter.plan,
-        "shape": drafter.shape,
-        "loop": drafter.loop,
-    }
-    plan = make_plan(TrainConfig(turn.folder / "drafter", engine, answers=(turn.folder / "store" / "train",), **more))
+    training = TrainConfig(
+        turn.folder / "drafter",
+        engine,
+        answers=(turn.folder / "store" / "train",),
+        minutes=config.drafter_minutes,
+        plan=drafter.plan,
+        shape=drafter.shape,
+        loop=drafter.loop,
+    )
+    plan = make_plan(training)
     notes.append("of drafters, the disk is that of the plan without hidden states that are kept for a while")
     return config.drafter_minutes or 60 * plan.hours["all"], plan.disk_bytes["checkpoints"]

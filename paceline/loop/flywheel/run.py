@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from paceline.errors import CacheError, ConfigError, PacelineError, refuse, reraised
+from paceline.errors import CacheError, ConfigError, PacelineError, reraised
 from paceline.hub import resolve
 from paceline.loop.distill.start import check_layers
 from paceline.loop.flywheel import ledger
@@ -77,10 +77,8 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
 def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
     """Runs or resumes one iteration (turn) of the flywheel. If the student passes all gates (minimum quality),
     serving.json names it as the served model. Implements `paceline.loop.flywheel.turn`."""
-    refuse(
-        ConfigError,
-        (find_spec("trl") is None, "a turn distils with Transformers and TRL: pip install 'paceline[distill]'"),
-    )
+    if find_spec("trl") is None:
+        raise ConfigError("a turn distils with Transformers and TRL: pip install 'paceline[distill]'")
     with only_run(config.out, "turning the flywheel", Ranks(), progress.say):
         turn = open_turn(config, progress)
         if "student" not in turn.state.stages:

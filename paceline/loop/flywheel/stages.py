@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.rows import Dropped
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.loop.adapt.gate.lineage import Lineage
 from paceline.loop.distill import distill
@@ -67,6 +67,14 @@ class Turn:
         return self.state.stages[stage]
 
     @property
+    def recorded(self) -> list[Path]:
+        """Folders of the served model's recorded answers; empty if nothing was recorded."""
+        if self.number == 1:
+            return list(self.config.record)
+        traces = traces_of(self.config, self.number)
+        return [traces] if any(traces.glob("*.parquet")) else []
+
+    @property
     def store(self) -> Store:
         return Store.open(self.of("store")["store"])
 
@@ -98,21 +106,19 @@ def record(turn: Turn) -> StageResult:
 
     Raises ConfigError if there are neither recorded answers nor prompts.
     """
-    config, traces = turn.config, traces_of(turn.config, turn.number)
-    if turn.number == 1 and config.record:
-        return {"sources": list(config.record)}
-    if turn.number > 1 and any(traces.glob("*.parquet")):
-        return {"sources": [traces]}
+    config = turn.config
+    if turn.recorded:
+        return {"sources": turn.recorded}
     if not config.prompts:
         raise ConfigError(
-            f"turn {turn.number} begins with what {turn.serving.model} answers, and {traces} has nothing of it: serve "
-            f"it with `{turn.serving.command}`, then run the same command again; or give prompts, which it then answers"
+            f"turn {turn.number} begins with what {turn.serving.model} answers, and "
+            f"{traces_of(config, turn.number)} has nothing of it: serve it with `{turn.serving.command}`, then run the "
+            "same command again; or give prompts, which it then answers"
         )
     out = turn.folder / "recorded"
     engine = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)
-    done = regenerate(
-        RegenerateConfig(out, engine, PromptsConfig(config.prompts), config.answering), progress=turn.progress
-    )
+    settings = RegenerateConfig(out, engine, PromptsConfig(config.prompts), config.answering)
+    done = regenerate(settings, progress=turn.progress)
     return {"sources": [out / "answers"], "answers": done.num_answers, "tokens": done.num_tokens}
 
 
@@ -132,18 +138,13 @@ def store(turn: Turn) -> StageResult:
     """
     sources = [Path(source) for source in turn.of("record")["sources"]]
     stores = [source for source in sources if (source / "store.json").is_file()]
-    refuse(
-        ConfigError,
-        (bool(stores) and len(sources) > 1, f"record names {stores and stores[0]}, a store, and more: give it alone"),
-    )
+    if stores and len(sources) > 1:
+        raise ConfigError(f"record names {stores[0]}, a store, and more: give it alone")
     left_out: dict[str, int] = {}
     if stores:
-        data = Store.open(sources[0])
-        same = data.model == turn.serving.model
-        refuse(
-            ConfigError,
-            (not same, f"{sources[0]} holds tokens of {data.model}, not of {turn.serving.model}: give its own"),
-        )
+        data = Store.open(stores[0])
+        if data.model != turn.serving.model:
+            raise ConfigError(f"{stores[0]} holds tokens of {data.model}, not of {turn.serving.model}: give its own")
     else:
         path = turn.folder / "store"
         shutil.rmtree(path, ignore_errors=True)  # incomplete, from a killed run, or of other answers
