@@ -6,6 +6,7 @@ has as many tokens as the server reports; otherwise the tokens are unknown, and 
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,10 +91,8 @@ class AnswerReader:
             return [ids[0] for ids in choices]
         ends = self._tokenizer.eos_token_ids
         whole = [*encoded, *(ids[0] for ids in choices[len(encoded) :] if ids and ids[0] in ends)]
-        fits = len(whole) == len(names)
-        return (
-            whole if fits and all(id in ids_of_name for id, ids_of_name in zip(whole, choices, strict=True)) else None
-        )
+        fits = len(whole) == len(names) and all(map(operator.contains, choices, whole))
+        return whole if fits else None
 
     def _texts(self) -> dict[str, list[int]]:
         """Maps every text that may denote a token to its candidate tokens."""

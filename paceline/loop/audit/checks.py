@@ -152,13 +152,16 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
     for gap, prompt, place in other:
         firsts.setdefault(prompt, {"prompt": prompt, "position": place + 1, "gap": gap})
     num_same = len(draws) - len(firsts)
-    figures: dict[str, Any] = {"answers": len(draws), "identical": num_same, "tokens": num_tokens, "lost": num_lost}
-    figures |= {
+    figures: dict[str, Any] = {
+        "answers": len(draws),
+        "identical": num_same,
+        "tokens": num_tokens,
+        "lost": num_lost,
         "near_ties": len(other) - len(far),
         "differences": len(far),
         "largest_gap": max(other, default=(0.0,))[0],
+        "first": list(firsts.values()),
     }
-    figures["first"] = list(firsts.values())
     text = f"{num_same} of {len(draws)} answers identical; of {num_tokens:,} tokens {len(other)} are not our likeliest"
     if other and not far:
         text += f", all at near ties (logits at most {figures['largest_gap']:.3f} apart; up to {tie:g} is rounding)"
@@ -181,9 +184,8 @@ def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
     if num_same == len(pairs):
         return Finding("seeds", "passed", f"the same seed gave the same text {num_same} times of {len(pairs)}", figures)
     if not num_same:
-        return Finding(
-            "seeds", "not offered", "a seed changes nothing: the same seed never gave the same text", figures
-        )
+        text = "a seed changes nothing: the same seed never gave the same text"
+        return Finding("seeds", "not offered", text, figures)
     text = f"the same seed gave the same text {num_same} times of {len(pairs)}: batches, or rounding, decide the rest"
     return Finding("seeds", "note", text, figures)
 
@@ -230,9 +232,8 @@ def stops(tried: Sequence[Stop]) -> Finding:
         return Finding("stop", "fault", wrong[0], figures)
     if not num_kept:
         return Finding("stop", "not judged", "answers with a stop string took another way before it", figures)
-    return Finding(
-        "stop", "passed", f"{num_kept} of {len(tried)} answers ended right before their stop string", figures
-    )
+    text = f"{num_kept} of {len(tried)} answers ended right before their stop string"
+    return Finding("stop", "passed", text, figures)
 
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
@@ -260,9 +261,8 @@ def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
             f"have {own}"
         )
         return Finding("usage", "fault", text, figures)
-    return Finding(
-        "usage", "passed", f"prompt and answer tokens of {len(reported)} answers are counted as ours", figures
-    )
+    text = f"prompt and answer tokens of {len(reported)} answers are counted as ours"
+    return Finding("usage", "passed", text, figures)
 
 
 def declared_lossy(num_lossy: int) -> list[Finding]:

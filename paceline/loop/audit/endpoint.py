@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,11 +41,6 @@ class AuditPrompt:
     `ids`."""
     messages: list[dict[str, Any]] | None
     """Chat messages; None if the prompt cannot be sent as messages."""
-
-    def tokens(self, kind: str) -> tuple[int, ...]:
-        """Returns the prompt's token ids as the model reads them if the prompt is sent in the form `kind`: "ids",
-        "text" or "chat"."""
-        return self.text_ids if kind == "text" else self.ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +102,9 @@ class Endpoint:
         self.gives_ids = answer is not None and answer.has_ids
 
     def prompt_ids(self, index: int) -> tuple[int, ...]:
-        """Returns the token ids of the prompt with this index, as the model reads them in the form in which prompts are
-        sent."""
-        return self.prompts[index].tokens(self.kind)
+        """Returns the token ids of the prompt with this index, as the server's model reads them."""
+        prompt = self.prompts[index]
+        return prompt.text_ids if self.kind == "text" else prompt.ids
 
     def ask(self, requests: Sequence[Request], num_at_once: int) -> Iterator[tuple[Request, ServerAnswer | None]]:
         """Send the requests, `num_at_once` at a time. Yields (request, answer) in the order of `requests`; the answer
@@ -162,12 +157,6 @@ class Endpoint:
         if self.kind == "chat":
             return None if prompt.messages is None else body | {"messages": prompt.messages}
         return body | {"prompt": list(prompt.ids) if self.kind == "ids" else prompt.text}
-
-
-def sendable(prompts: Iterable[AuditPrompt], longest: int) -> list[AuditPrompt]:
-    """Returns the prompts that have from 2 to `longest` tokens, both as `ids` and as encoded text. Longer ones would
-    leave no room for an answer."""
-    return [prompt for prompt in prompts if all(1 < len(ids) <= longest for ids in (prompt.ids, prompt.text_ids))]
 
 
 def _error_of(stream: Stream) -> str:

@@ -253,9 +253,8 @@ def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
     seen, expected = len(logs) / num_pairs, expected / num_pairs
     half = Z95 * math.sqrt(max(expected * (1 - expected), 0.0) / num_pairs)
     difference = seen - expected
-    return Trial(
-        name, "equal answers", "pairs", num_pairs, expected, seen, difference - half, difference + half, log_evidence
-    )
+    low, high = difference - half, difference + half
+    return Trial(name, "equal answers", "pairs", num_pairs, expected, seen, low, high, log_evidence)
 
 
 def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:

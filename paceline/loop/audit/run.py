@@ -23,7 +23,7 @@ from paceline.loop.audit import checks
 from paceline.loop.audit.answers import AnswerReader, ServerAnswer
 from paceline.loop.audit.checks import Finding, Stop, Usage, Verdict
 from paceline.loop.audit.config import AuditConfig
-from paceline.loop.audit.endpoint import AuditPrompt, Endpoint, Request, sendable
+from paceline.loop.audit.endpoint import AuditPrompt, Endpoint, Request
 from paceline.loop.audit.evidence import Draw, Group, Trial, judged
 from paceline.loop.audit.report import write_report
 from paceline.loop.audit.scores import logits_of, scores_of
@@ -126,11 +126,8 @@ class Auditor:
                     scores = scores_of(logits_TV, tokens, temperature, top_p, tie)
                     draws.append(Draw(prompt, tuple(tokens), scores))
                     if temperature == 1 and top_p == 1 and answer.logprobs:
-                        self.logprobs += [
-                            pair
-                            for pair in zip(answer.logprobs, scores.logprob_T.tolist(), strict=False)
-                            if pair[0] > -100
-                        ]
+                        pairs = zip(answer.logprobs, scores.logprob_T.tolist(), strict=False)
+                        self.logprobs += [pair for pair in pairs if pair[0] > -100]
                 advance("scoring")
         return draws
 
@@ -150,20 +147,17 @@ class Auditor:
         return finding, self._stops(answers)
 
     def _stops(self, answers: Answers) -> Finding:
-        wholes = {
-            (request, stop): answer.text for request, answer in answers if answer and (stop := stop_in(answer.text))
-        }
-        chosen = list(wholes.items())[:STOPPED]
-        stopped = self.ask(
-            "stop strings", [replace(request, stop=stop, logprobs=False) for (request, stop), _ in chosen]
-        )
-        return checks.stops(
-            [
-                Stop(stop, whole, answer.text, answer.finish_reason)
-                for ((_, stop), whole), (_, answer) in zip(chosen, stopped, strict=True)
-                if answer is not None
-            ]
-        )
+        stoppable = [
+            (stop, request, answer) for request, answer in answers if answer and (stop := stop_in(answer.text))
+        ]
+        chosen = stoppable[:STOPPED]
+        stopped = self.ask("stop strings", [replace(request, stop=stop, logprobs=False) for stop, request, _ in chosen])
+        tried = [
+            Stop(stop, whole.text, answer.text, answer.finish_reason)
+            for (stop, _, whole), (_, answer) in zip(chosen, stopped, strict=True)
+            if answer is not None
+        ]
+        return checks.stops(tried)
 
     def seeded(self) -> tuple[Group | None, Finding]:
         """Request two kinds of answers with seeds; returns (group, finding). The group has one answer for each of up to
@@ -219,9 +213,8 @@ def audit(
         llm = LLM.of(replace(engine, drafter="none", max_batch=1))
         progress.loaded(llm)
         longest = llm.target.cache.max_len - max(config.max_tokens, config.greedy_tokens)
-        sent = sendable(
-            (audit_prompt(llm, prompt) for prompt in read_prompts(prompts or BUILTIN_PROMPTS, limit)), longest
-        )
+        candidates = [audit_prompt(llm, prompt) for prompt in read_prompts(prompts or BUILTIN_PROMPTS, limit)]
+        sent = [each for each in candidates if all(1 < len(ids) <= longest for ids in (each.ids, each.text_ids))]
         if not sent:
             raise PromptError(
                 f"no prompt leaves room for an answer within {llm.target.cache.max_len} tokens: raise max_len"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,11 +45,8 @@ def scores_of(
         for start in range(0, max(1, len(tokens)), rows)
     ]
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
-    binary = {
-        name: (
-            np.concatenate([part.binary[name][0] for part in parts]),
-            np.concatenate([part.binary[name][1] for part in parts]),
-        )
+    binary: dict[str, Any] = {
+        name: tuple(np.concatenate([part.binary[name][side] for part in parts]) for side in (0, 1))
         for name in parts[0].binary
     }
     return Scores(**arrays, binary=binary)
