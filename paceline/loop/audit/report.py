@@ -79,10 +79,8 @@ def write_report(
         settings=flat(settings),
     )
     progress.table(table)
-    for text in (sentence, notice):
-        if text:
-            progress.say(text)
-    progress.say(f"report: {run.path / 'report.html'}")
+    for text in filter(None, (sentence, notice, f"report: {run.path / 'report.html'}")):
+        progress.say(text)
     return run
 
 

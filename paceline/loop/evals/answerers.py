@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from paceline.config import short_name
@@ -46,19 +47,13 @@ class LLMAnswerer:
         not fit in the context.
         """
         ids, config = [self._ids(case) for case in cases], self.sampling
+        shared = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
         at_once = self.llm.target.cache.num_rows
         replies: list[list[Reply]] = [[] for _ in cases]
         jobs = [(place, sample) for place in range(len(cases)) for sample in range(samples)]
         for begin in range(0, len(jobs), at_once):
             part = jobs[begin : begin + at_once]
-            params = [
-                SamplingParams(
-                    temperature=config.temperature,
-                    max_tokens=config.max_tokens,
-                    seed=config.seed_of(cases[place], sample),
-                )
-                for place, sample in part
-            ]
+            params = [replace(shared, seed=config.seed_of(cases[place], sample)) for place, sample in part]
             completions = self.llm.generate_ids([ids[place] for place, _ in part], params)
             for (place, _), completion in zip(part, completions, strict=True):
                 stats = completion.stats

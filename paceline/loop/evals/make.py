@@ -90,10 +90,8 @@ def _of_file(source: str, config: MakeConfig, dropped: Dropped) -> Iterator[Case
             scorer = question.scorer if question.scorer and config.scorer in ("auto", question.scorer["kind"]) else None
             scorer = scorer or _scorer(config, question.answer, where)
             check_scorer(scorer, where)
-            tools, variables = (
-                read_tools(row.get("tools"), where),
-                read_variables(row.get("chat_template_kwargs"), where),
-            )
+            tools = read_tools(row.get("tools"), where)
+            variables = read_variables(row.get("chat_template_kwargs"), where)
         except PromptError as error:
             yield error
             continue

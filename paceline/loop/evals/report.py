@@ -43,10 +43,8 @@ PAIRS = (
 def sentence(scores: Scores, comparisons: Sequence[Comparison], refusals: Sequence[str]) -> str:
     """Returns a line or two with the score, the comparisons, and the reasons why the gate failed (`refusals`, empty if
     it passed)."""
-    text = (
-        f"{scores.name} scores {with_interval(scores.mean, scores.interval, '{:.3f}')} on {scores.suite} "
-        f"({len(scores.cases)} cases)."
-    )
+    score = with_interval(scores.mean, scores.interval, "{:.3f}")
+    text = f"{scores.name} scores {score} on {scores.suite} ({len(scores.cases)} cases)."
     for each in comparisons:
         text += f" Compared with {each.before}: {each.verdict} ({each})."
     return text + (f" REFUSED: {'; '.join(refusals)}." if refusals else "")
@@ -93,10 +91,8 @@ def write_report(
     )
     for table in (figures, pairs) if comparisons else (figures,):
         progress.table(table)
-    progress.say(verdict)
-    if notice:
-        progress.say(notice)
-    progress.say(f"report: {run.path / 'report.html'}")
+    for text in filter(None, (verdict, notice, f"report: {run.path / 'report.html'}")):
+        progress.say(text)
     return run
 
 
@@ -104,11 +100,10 @@ def _plots(scores: Sequence[Scores], comparisons: Sequence[Comparison]) -> list[
     rows = [(pages.short(each.name), each.mean, each.interval, number) for number, each in enumerate(scores)]
     plots = [pages.ranges("Score, with 95% intervals over cases", rows, "score")]
     if comparisons:
-        pairs = [
-            (pages.short(f"over {each.before}"), each.difference, each.interval, n)
-            for n, each in enumerate(comparisons)
+        rows = [
+            (pages.short(f"over {each.before}"), each.difference, each.interval, number)
+            for number, each in enumerate(comparisons)
         ]
-        plots.append(
-            pages.ranges("Difference, case by case, with 95% intervals", pairs, "difference of scores", mark=0.0)
-        )
+        title = "Difference, case by case, with 95% intervals"
+        plots.append(pages.ranges(title, rows, "difference of scores", mark=0.0))
     return plots

@@ -67,11 +67,10 @@ class Evaluated:
     """Comparison with the same model without its drafter; all answers must be identical."""
 
     def as_line(self) -> dict[str, Any]:
-        comparisons = {"comparison": self.comparison, "drafter_check": self.drafter_check}
-        line = {name: each and each.as_line() for name, each in comparisons.items()}
         return {
             **self.scores.as_line(),
-            **line,
+            "comparison": self.comparison and self.comparison.as_line(),
+            "drafter_check": self.drafter_check and self.drafter_check.as_line(),
             "passed": not self.refusals,
             "refusals": self.refusals,
             "run": self.run.path,

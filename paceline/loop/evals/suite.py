@@ -52,9 +52,8 @@ class Case:
         return Prompt(self.id, list(self.messages), (), "", self.token_ids, self.tools, variables=self.variables)
 
     def as_row(self) -> Row:
-        prompt: Row = {"prompt_ids": list(self.token_ids), "text": self.text}
-        if self.messages:
-            prompt = self.prompt.api_request()[1]
+        texts = {"prompt_ids": list(self.token_ids), "text": self.text}
+        prompt: Row = self.prompt.api_request()[1] if self.messages else texts
         return {"id": self.id, **prompt, "scorer": self.scorer, "origin": self.origin}
 
 

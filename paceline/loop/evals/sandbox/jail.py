@@ -141,9 +141,8 @@ def build_tree(job: Job) -> None:
         _bind(root, f"/dev/{name}", ATTR_RDONLY | ATTR_NOSUID | ATTR_NOEXEC)
     for name in ("tmp", "proc"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
-    mount(
-        "tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={limits['disk_bytes']},nr_inodes=1024,mode=1777"
-    )
+    size = f"size={limits['disk_bytes']},nr_inodes=1024,mode=1777"
+    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     try:
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
     except SetupError:  # older than Linux 5.8
@@ -204,10 +203,7 @@ def filter_calls(job: Job) -> None:
     lines += [(greater, 0, 1, 0x40000000), (end, 0, 0, unknown)]  # x32's numbers
     for number in calls["refused"]:
         lines += [(equal, 0, 1, number), (end, 0, 0, refuse)]
-    lines += [
-        (equal, 0, 1, CLONE3),
-        (end, 0, 0, unknown),
-    ]  # a filter cannot read its flags; libraries fall back to clone
+    lines += [(equal, 0, 1, CLONE3), (end, 0, 0, unknown)]  # its flags cannot be read; libraries fall back to clone
     cloning = [(load, 0, 0, 16), (test, 0, 1, NEW_ANY), (end, 0, 0, refuse)]
     cloning += [] if job["namespaces"] else [(test, 1, 0, CLONE_THREAD), (end, 0, 0, refuse)]
     lines += [(equal, 0, len(cloning), calls["clone"]), *cloning, (end, 0, 0, allow)]
@@ -236,18 +232,11 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
     nothing = ctypes.create_string_buffer(struct.pack("6I", 0, 0, 0, 0, 0, 0))
     _call("capset", libc.capset(struct.pack("Ii", 0x20080522, 0), nothing))
     limits = job["limits"]
-    for name, value in (
-        ("CPU", limits["cpu_s"]),
-        ("AS", limits["memory_bytes"]),
-        *(
-            (("NPROC", limits["processes"]),) if job["namespaces"] else ()
-        ),  # without, it counts all the user's processes
-        ("FSIZE", limits["disk_bytes"]),
-        ("NOFILE", limits["open_files"]),
-        ("CORE", 0),
-        ("MEMLOCK", 0),
-        ("MSGQUEUE", 0),
-    ):
+    bounds = {"CPU": limits["cpu_s"], "AS": limits["memory_bytes"], "FSIZE": limits["disk_bytes"]}
+    bounds |= {"NOFILE": limits["open_files"], "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0}
+    if job["namespaces"]:
+        bounds["NPROC"] = limits["processes"]  # without namespaces, it counts all the user's processes
+    for name, value in bounds.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value + (name == "CPU")))
     os.umask(0o077)
     if is_root and not os.access(job["python"], os.X_OK):
@@ -255,9 +244,8 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
     if not job["namespaces"]:
         fence(job)
     filter_calls(job)
-    os.execve(
-        job["python"], [job["python"], "-I", "-B", "-c", RUNNER, str(result)], {"PATH": "/usr/bin", "LC_ALL": "C.UTF-8"}
-    )
+    command = [job["python"], "-I", "-B", "-c", RUNNER, str(result)]
+    os.execve(job["python"], command, {"PATH": "/usr/bin", "LC_ALL": "C.UTF-8"})
 
 
 class Warden:

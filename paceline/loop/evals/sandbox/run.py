@@ -149,10 +149,9 @@ def _calls(kind: Kind) -> dict[str, Any]:
     table = json.loads(CALLS.read_text(encoding="utf-8"))
     if platform.machine() not in table:
         return {}
-    own, names = (
-        table[platform.machine()],
-        ["refused"] if kind == "namespaces" else ["refused", "refused_without_namespaces"],
-    )
+    own, names = table[platform.machine()], ["refused"]
+    if kind != "namespaces":
+        names.append("refused_without_namespaces")
     refused = [number for part in (own, table["everywhere"]) for name in names for number in part[name].values()]
     return {"refused": refused, **{name: own[name] for name in ("arch", "clone", "pivot_root")}}
 
