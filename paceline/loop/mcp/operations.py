@@ -110,9 +110,8 @@ class Operations:
         answer, in tokens."""
         folder = self._readable(drafter)
         source = self._readable(prompts) if prompts else self.store.traces.resolve()
-        refuse(
-            ConfigError, (not (0 < limit <= 1000 and 0 < max_tokens <= 4096), "give limit 1-1000, max_tokens 1-4096")
-        )
+        if not (0 < limit <= 1000 and 0 < max_tokens <= 4096):
+            raise ConfigError("give limit 1-1000, max_tokens 1-4096")
         arguments = {"drafter": str(folder), "prompts": str(source), "limit": limit, "max_tokens": max_tokens}
         given = {**arguments, "weights": weights_hash(folder)}
         out = self._state / "scores" / f"{folder.parent.name}-{(given['weights'] or '')[7:17]}-{limit}-{max_tokens}"
@@ -131,8 +130,7 @@ class Operations:
         given = {"drafter": str(folder), "cluster": cluster, "weights": weights_hash(folder), "incumbent": serving}
 
         def command() -> dict[str, Any]:
-            before = self.lineage.is_known_bad(folder)
-            refuse(ConfigError, (before is not None, f"the very same weights were turned away before: {before}"))
+            self._check_new(folder)
             tracked = self._tracked(cluster)
             return {"command": self._command(self._stage("gate", folder, cluster, {"since": 0, "tracked": tracked}))}
 
@@ -155,15 +153,11 @@ class Operations:
             ConfigError,
             (record["tool"] != "gate", f"{gate} is no gate: call gate, and give the id that it returns"),
             (not verdict, f"{gate} has no verdict yet: wait until its status is done"),
-        )
-        refuse(
-            ConfigError,
-            (verdict["passed"] is not True, f"the gate refused it: {verdict['reason']}"),
-            (given["incumbent"] != self.rollout.serving, f"{self.rollout.serving} serves by now: call gate again"),
+            (verdict.get("passed") is not True, f"the gate refused it: {verdict.get('reason')}"),
+            (given.get("incumbent") != self.rollout.serving, f"{self.rollout.serving} serves by now: call gate again"),
         )
         drafter = Path(verdict["drafter"])
-        before = self.lineage.is_known_bad(drafter)
-        refuse(ConfigError, (before is not None, f"the very same weights were turned away before: {before}"))
+        self._check_new(drafter)
         copy = self._copied(drafter, verdict["weights"])
         done = self.rollout.load(copy)
         self.lineage.add(str(copy), parents=[given["incumbent"]], state="serving", reason=verdict["reason"], by=gate)
@@ -183,6 +177,11 @@ class Operations:
         refuse(ConfigError, (not 0 < most <= MOST_CALLS, f"most must be between 1 and {MOST_CALLS}"))
         return {"calls": self.log.calls(most), "drafters": self.lineage.entries(), "serving": self.rollout.serving}
 
+    def _check_new(self, drafter: Path) -> None:
+        before = self.lineage.is_known_bad(drafter)
+        if before is not None:
+            raise ConfigError(f"the very same weights were turned away before: {before}")
+
     @property
     def _state(self) -> Path:
         return self.store.state.resolve()
@@ -194,9 +193,8 @@ class Operations:
         if not any(real.is_relative_to(root) for root in roots):
             given = ", ".join(map(str, roots))
             raise ConfigError(f"{path} is outside of the folders of this server: give a path within {given}")
-        refuse(
-            ConfigError, (not real.exists(), f"{path} does not exist: take the folder that a training's status names")
-        )
+        if not real.exists():
+            raise ConfigError(f"{path} does not exist: take the folder that a training's status names")
         return real
 
     def _stage(self, step: str, drafter: Path, cluster: str, window: dict[str, Any]) -> Stage:
@@ -230,11 +228,8 @@ class Operations:
                 continue
             verdict, given = verdict_of(self.jobs.output(name), 0), record["arguments"]
             if verdict["passed"] and verdict.get("share") == 1.0 and verdict.get("weights") != given["weights"]:
-                verdict |= {
-                    "passed": False,
-                    "is_judged": False,
-                    "reason": "its weights changed meanwhile: judge it again",
-                }
+                reason = "its weights changed meanwhile: judge it again"
+                verdict |= {"passed": False, "is_judged": False, "reason": reason}
             state = "passed" if verdict["passed"] else "refused" if verdict.get("is_judged", True) else "not judged"
             figures = {"weights": given["weights"], "reason": verdict["reason"], "by": name}
             self.lineage.add(given["drafter"], parents=[given["incumbent"]], state=state, **figures)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.errors import RolloutError
 from paceline.loop.rl.endpoint import Endpoint
@@ -83,11 +83,8 @@ class Trajectory:
     reward: float = 0.0
 
 
-class Reward(Protocol):
-    """Function that receives the successful attempts at one task and returns one reward for each, in the same order. An
-    attempt is successful if its agent raised no error. Raises RolloutError if it cannot compute the rewards."""
-
-    def __call__(self, group: list[Trajectory], /) -> list[float]: ...
+Reward = Callable[[list[Trajectory]], list[float]]
+"""Computes one reward for each of the attempts at one task whose agent raised no error. May raise RolloutError."""
 
 
 def by_code(function: Callable[[Any, Trajectory], float]) -> Reward:

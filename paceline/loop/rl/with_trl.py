@@ -63,10 +63,8 @@ def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
         agents.endpoint.call(lambda _: sync(rollouts, trainer))
         attempts = [attempt for group in agents.run(_groups(prompts)) for attempt in group]
         samples = [attempt.sample for attempt in attempts]
-        return columns(samples) | {
-            "env_mask": [each.mask for each in samples],
-            REWARD: [attempt.reward for attempt in attempts],
-        }
+        masks, rewards = [each.mask for each in samples], [each.reward for each in attempts]
+        return columns(samples) | {"env_mask": masks, REWARD: rewards}
 
     return roll
 

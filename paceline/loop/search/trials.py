@@ -47,10 +47,6 @@ class Measured:
     reason: str = ""
     """Error of a failed trial."""
 
-    @property
-    def is_complete(self) -> bool:
-        return self.state == "complete"
-
 
 class Trials:
     """All trials of a search: each trains one drafter with certain settings. They are stored in the search's folder.
@@ -154,5 +150,5 @@ class Trials:
 def winner_of(trials: list[Measured]) -> Measured | None:
     """Returns the complete trial with the highest speed-up over plain decoding at its last measurement. Trial 0, the
     planner's choice, is left out; returns None if no other trial is complete."""
-    complete = [trial for trial in trials if trial.number and trial.is_complete]
+    complete = [trial for trial in trials if trial.number and trial.state == "complete"]
     return max(complete, key=lambda trial: trial.speedups[-1], default=None)

@@ -68,7 +68,7 @@ def run_until(trials: Trials, number: int) -> None:
 def test_the_first_trial_is_the_planners_choice_and_is_never_stopped(tmp_path: Path) -> None:
     trials = trials_in(tmp_path / "run", speed=lambda config: 1.0 if config.shape.num_layers == 3 else 5.0)
     measured = [trials.run_next() for _ in range(6)]
-    assert measured[0].settings == "the planner's choice" and measured[0].is_complete
+    assert measured[0].settings == "the planner's choice" and measured[0].state == "complete"
     assert len(measured[0].speedups) == 3
     assert trials.settings(0) == SPACE.planned
 
@@ -122,7 +122,7 @@ def test_settings_that_cannot_be_trained_end_their_trial_alone(tmp_path: Path) -
     measured = [trials.run_next() for _ in range(6)]
     failed = [trial for trial in measured if trial.state == "fail"]
     assert failed and all(trial.reason == "the loss is not finite" for trial in failed)
-    assert measured[0].is_complete
+    assert measured[0].state == "complete"
     with pytest.raises(TrainingError):
         trials_in(
             tmp_path / "other", speed=lambda config: speed_of(config) / speed(TrainConfig(shape=_two()))
