@@ -111,18 +111,15 @@ class Stored:
         """Loads the log-probabilities of every document, in order. Raises CacheError if a file is missing, damaged, or
         belongs to other documents."""
         logprobs: list[AnswerLogprobs] = []
-        caught = (OSError, SafetensorError, KeyError)
+        caught, remedy = (OSError, SafetensorError, KeyError), "delete it, then run the same command"
         for start in range(0, len(documents), AT_ONCE):
-            with reraised(
-                CacheError, f"{self._file(start)} cannot be read", "delete it, then run the same command", *caught
-            ):
-                arrays = load_file(self._file(start))
+            file = self._file(start)
+            with reraised(CacheError, f"{file} cannot be read", remedy, *caught):
+                arrays = load_file(file)
                 ends = np.cumsum(arrays["counts"])
             expected = [len(each) - max(1, each.answer_start) for each in documents[start : start + AT_ONCE]]
             if arrays["counts"].tolist() != expected:
-                raise CacheError(
-                    f"{self._file(start)} is of other answers: delete {self._folder}, then run the same command"
-                )
+                raise CacheError(f"{file} is of other answers: delete {self._folder}, then run the same command")
             for first, end in zip([0, *ends[:-1]], ends, strict=True):
                 logprobs.append(AnswerLogprobs(*(arrays[name][first:end] for name in ("ids", "logprobs", "own"))))
         return logprobs

@@ -103,10 +103,8 @@ class _Stages:
         reason = "; ".join(each.reason for each in findings if passed or not each.passed)
         self._show(findings)
         student, gguf = self._rename(passed, student, gguf)
-        weights = {
-            name: sum(num_weights(checkpoint.load_config(at)))
-            for name, at in (("teacher", self.teacher), ("student", student))
-        }
+        models = {"teacher": self.teacher, "student": student}
+        weights = {name: sum(num_weights(checkpoint.load_config(at))) for name, at in models.items()}
         minutes = trained.seconds / 60
         result = DistillResult(
             self.config.out, student, gguf, passed, reason, layers, trained.steps, minutes, tuple(findings), weights
@@ -134,10 +132,11 @@ class _Stages:
     def _corpus(self, sources: list[Path]) -> Corpus:
         teaching = self.config.teaching
         check_answers(sources, Tokenizer.from_path(self.teacher).decode)
-        longest = min(teaching.max_len, checkpoint.load_config(self.teacher).max_position)
+        shape = checkpoint.load_config(self.teacher)
+        longest = min(teaching.max_len, shape.max_position)
         corpus = read_corpus(sources, longest, teaching.heldout_share, teaching.max_heldout, 8)
         corpus = replace(corpus, heldout=few_a_prompt(corpus.heldout))
-        check_vocabulary(corpus, checkpoint.load_config(self.teacher).vocab_size)
+        check_vocabulary(corpus, shape.vocab_size)
         if not corpus.heldout:
             raise PromptError(
                 "fewer than 10 different prompts: a student needs more answers, and some that it never sees"

@@ -21,7 +21,7 @@ from typing import Any
 from paceline.data.answers import AnswerShards
 from paceline.errors import PromptError
 from paceline.loop.search.config import SearchConfig
-from paceline.loop.search.rating import Rated, Rater
+from paceline.loop.search.rating import Rated, rate
 from paceline.loop.search.space import Space
 from paceline.loop.search.trials import Measured, Trials, winner_of
 from paceline.report.pages import Plot, Series, curves, write_report
@@ -82,7 +82,6 @@ class _Search:
     def __init__(self, config: SearchConfig, progress: Progress) -> None:
         self.config = config = _with_trial_minutes(config)
         self.progress, self.folder = progress, _opened(config)
-        self.rater = Rater(config.target, config.measured_tokens, config.repeat)
 
     def run(self) -> SearchResult:
         config, say = self.config, self.progress.say
@@ -159,7 +158,7 @@ class _Search:
 
     def _rate(self, number: int, drafter: Path) -> Rated:
         with self.progress.bar(f"trial {number}: measuring", 2 * self.config.repeat * len(self.measured_on)) as advance:
-            return self.rater.rate(drafter, self.measured_on, None, lambda: advance("answers"))
+            return rate(self.config, drafter, self.measured_on, None, lambda: advance("answers"))
 
     def _judged(self, trials: Trials, space: Space) -> SearchResult:
         """Compares the winner with the planner's choice, and keeps one of the two."""
@@ -167,14 +166,13 @@ class _Search:
         winner, number = winner_of(measured), 0
         if winner is not None:
             folders = [trials.folder(each) / "drafter" for each in (winner.number, 0)]
-            judged = self.rater.rate(folders[0], self.judged_on, folders[1])
+            judged = rate(self.config, folders[0], self.judged_on, folders[1])
             number = winner.number if (judged.interval[0] or 0.0) > 1.0 else 0
         chosen = trials.folder(number)
         shutil.rmtree(self.folder.path / "drafter", ignore_errors=True)
         shutil.copytree(chosen / "drafter", self.folder.path / "drafter")
-        write_run_file(
-            self._again(space.config(trials.settings(number), self.folder.path, self.config.rung_minutes[-1]))
-        )
+        training = space.config(trials.settings(number), self.folder.path, self.config.rung_minutes[-1])
+        write_run_file(self._again(training))
         ratio, interval = (judged.ratio, judged.interval) if judged else (None, (None, None))
         result = SearchResult(
             self.folder.path / "drafter", self.folder.path, measured[number].settings, number > 0, ratio, interval,

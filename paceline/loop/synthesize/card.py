@@ -30,16 +30,13 @@ def write_card(
     """Write a description of the synthetic answers to the run folder, as card.json and README.md. `schema`: JSON schema
     of the answers. `coverage`: how often answers take each value of the schema. Both are None for answers without a
     schema. `done`: counts of the run. Raises CacheError if the files cannot be written."""
+    sources = [source for source, _ in sources_of(config.prompting.prompts)]
     figures = {
         "what": "synthetic answers",
         "target": config.target.model,
         "form": _form(config),
-        "schema_hash": None
-        if schema is None
-        else hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest(),
-        "prompts": [
-            {"source": source, "sha256": _file_hash(source)} for source, _ in sources_of(config.prompting.prompts)
-        ],
+        "schema_hash": None if schema is None else _hash(json.dumps(schema, sort_keys=True).encode()),
+        "prompts": [{"source": source, "sha256": _file_hash(source)} for source in sources],
         "self_written": config.prompting.num_self_written,
         "answers": done.num_answers,
         "tokens": done.num_tokens,
@@ -73,4 +70,8 @@ def _form(config: SynthesizeConfig) -> str:
 def _file_hash(source: str) -> str | None:
     """SHA-256 of a file; None for a data set or a folder."""
     path = Path(source)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return _hash(path.read_bytes()) if path.is_file() else None
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

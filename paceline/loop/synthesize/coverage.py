@@ -240,15 +240,10 @@ def _looks_like(schema: Schema, value: Any) -> bool:
         return False
     if not isinstance(value, dict):
         return True
-    properties = object_or_empty(schema.get("properties"))
-    fixed = {
-        key: value_schema["const"]
-        for key, value_schema in properties.items()
-        if isinstance(value_schema, dict) and "const" in value_schema
-    }
-    return set(schema.get("required", ())) <= set(value) and all(
-        value.get(key) == const for key, const in fixed.items()
-    )
+    properties = object_or_empty(schema.get("properties")).items()
+    constants = [(key, inner["const"]) for key, inner in properties if isinstance(inner, dict) and "const" in inner]
+    has_required = set(schema.get("required", ())) <= set(value)
+    return has_required and all(value.get(key) == constant for key, constant in constants)
 
 
 def resolved(root: Schema, node: Any) -> Schema:

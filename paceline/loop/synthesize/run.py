@@ -86,9 +86,8 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
         read_back = list(AnswerShards(done.answers))
         done.num_steered = sum(map(_is_steered, read_back))
         done.parsed = sum(form.read(answer)[0] is None for answer in read_back) / len(read_back)
-        job.folder.log(
-            stage="synthesize", **{name: getattr(done, name) for name in ("num_answers", "num_tokens", "dropped")}
-        )
+        counts = {"num_answers": done.num_answers, "num_tokens": done.num_tokens, "dropped": done.dropped}
+        job.folder.log(stage="synthesize", **counts)
         write_card(job.folder, config, form.schema, coverage, done)
     left_out = ", ".join(f"{number} {reason}" for reason, number in done.dropped.items()) or "none"
     progress.say(f"{done.num_answers} answers, {done.num_tokens} tokens in {done.answers}; left out: {left_out}")
@@ -201,10 +200,8 @@ def _steered(form: Form, prompts: list[Prompt], shards: AnswerShards, seed: int)
         if chosen is None:
             yield prompt
         else:
-            schema = narrowed(form.schema, *chosen)
-            yield replace(
-                prompt, grammar=GrammarSpec("json_schema", json.dumps(schema)), source=f"{prompt.source}{STEERED}"
-            )
+            grammar = GrammarSpec("json_schema", json.dumps(narrowed(form.schema, *chosen)))
+            yield replace(prompt, grammar=grammar, source=f"{prompt.source}{STEERED}")
 
 
 def _is_steered(answer: Answer) -> bool:

@@ -44,9 +44,8 @@ class TemplateSlots:
                 f"openers name {{{unknown[0]}}}, which the schema does not tell: write values out, or name one of "
                 f"{', '.join(self.names) or 'none'} (properties with an enum, a pattern, or whole numbers with limits)"
             )
-        return [
-            name for name in self.names if name not in named and any("pattern" in node for node in self._nodes[name])
-        ]
+        left_out = [name for name in self.names if name not in named]
+        return [name for name in left_out if any("pattern" in node for node in self._nodes[name])]
 
     def fill(self, opener: str, seed: int) -> str:
         """Returns the opener, a simulated user's first message, with its slots {name} filled; the same seed gives the
