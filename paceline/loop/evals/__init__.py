@@ -1,4 +1,4 @@
-"""Evals: suites of questions with checkable answers, run on a model, a model with a drafter, or an endpoint.
+"""Evals: scores the answers of a model, with or without a drafter, or of an endpoint to a suite of questions.
 
     from paceline.loop.evals import compare, read_suite, run_suite
     from paceline.loop.evals.answerers import LLMAnswerer
@@ -6,7 +6,7 @@
     before, after = run_suite(suite, LLMAnswerer(llm)), run_suite(suite, LLMAnswerer(other))
     compare(before, after).verdict                        # "better", "worse", "no difference seen"
 
-Any object with `name` and `answers(cases, samples, advance)` is an answerer (`scores.Answerer`). This import is cheap.
+This import is cheap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Answerers: objects that answer a suite's cases with a local model, with or without a drafter, or with an
-OpenAI-compatible endpoint.
+"""Answers a suite's cases with a local model, with or without a drafter, or with an OpenAI-compatible endpoint.
 
-    LLMAnswerer(llm, EvalSampling(max_tokens=256))       EndpointAnswerer(client, "model", EvalSampling())
+LLMAnswerer(llm, EvalSampling(max_tokens=256))       EndpointAnswerer(client, "model", EvalSampling())
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ class LLMAnswerer:
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Returns a list of `samples` replies for each case; calls `advance` after each finished case.
 
-        Checks all cases before it generates the first answer. Raises ConfigError if a case's token ids are outside the
-        model's vocabulary, PromptError if the chat template fails, ContextLengthError if prompt and longest answer do
-        not fit in the context.
+        Checks all cases first. Raises ConfigError if a case has tokens outside the model's vocabulary, PromptError if
+        the chat template fails, ContextLengthError if prompt and longest answer do not fit in the context.
         """
         ids, config = [self._ids(case) for case in cases], self.sampling
         shared = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
@@ -82,8 +80,7 @@ class LLMAnswerer:
 
 
 class EndpointAnswerer:
-    """Answers a suite's cases with an OpenAI-compatible server: messages go to /v1/chat/completions, token ids to
-    /v1/completions."""
+    """Answers a suite's cases with an OpenAI-compatible server."""
 
     is_remote = True
 
@@ -94,11 +91,8 @@ class EndpointAnswerer:
         self.name = name or f"{model} at {client.url}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Returns a list of `samples` replies for each case; calls `advance` after each finished case.
-
-        Raises DownloadError naming the case if a request and its retry fail; some failures, such as status 401, are not
-        retried.
-        """
+        """Returns a list of `samples` replies for each case; calls `advance` after each finished case. Raises
+        DownloadError naming the case if a request fails, see `post`."""
         jobs = [(case, sample) for case in cases for sample in range(samples)]
         replies: list[list[Reply]] = []
         with ThreadPoolExecutor(self.sampling.at_once) as pool:
@@ -134,8 +128,8 @@ class EndpointAnswerer:
 def post(client: Client, path: str, body: dict[str, Any], what: str) -> tuple[dict[str, Any], float]:
     """Sends `body` as JSON to the server's `path`; returns the response's JSON object and the seconds it took.
 
-    `what`: the request's name in error messages. A failed request is retried once, except after status 400, 401, 403,
-    404 or 422. Raises DownloadError if the retry fails too, or is not allowed.
+    Retries a failed request once, except after status 400, 401, 403, 404 or 422. Then raises DownloadError. `what`:
+    name of the request, for the message.
     """
     data, stream = json.dumps(body).encode(), Stream(0.0)
     for attempt in range(TRIES):

@@ -4,10 +4,9 @@
     comparison.difference, comparison.interval, comparison.chance, comparison.verdict
 
 The interval is the 95% percentile bootstrap of the paired difference over cases (Efron and Tibshirani 1993, chapter
-13) and two pseudo-cases, one gained and one lost (see `scores.resampled`). `chance` is the two-sided p-value of a
-permutation test that flips the sign of each case's difference (Fisher; for scores of 0 and 1 it is McNemar's exact
-test). A difference counts if `chance` is below `level`, 0.01: at 0.05 a gate that runs twenty times would give one
-false alarm on average.
+13; see `scores.resampled`). `chance` is the two-sided p-value of a permutation test that flips the sign of each case's
+difference. For scores of 0 and 1 this is McNemar's exact test. A difference counts if `chance` is below 0.01: at 0.05 a
+gate that runs twenty times would give one false alarm on average.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ EXACT = 14
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result of `compare`: how the scores of the run `after` differ from those of the run `before`, on the same suite.
-    The fields `before` and `after` are the names of the models or endpoints that answered in these runs."""
+    """Result of `compare`: how the scores of the run `after` differ from those of the run `before` on the same suite.
+    The fields `before` and `after` name the models or endpoints that answered."""
 
     before: str
     after: str
@@ -69,8 +68,8 @@ class Comparison:
         return f"{self.difference:+.3f} [{self.interval[0]:+.3f}, {self.interval[1]:+.3f}]"
 
     def loss_above(self, margin: float) -> str:
-        """Returns a reason to fail the gate if a loss of more than `margin` (in mean score, 0 to 1) cannot be ruled
-        out: the 95% interval of the score difference begins below -`margin`. Returns "" otherwise."""
+        """Returns a reason to fail the gate if the 95% interval of the score difference begins below -`margin`, else
+        ""."""
         if self.interval[0] >= -margin:
             return ""
         text = f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}"
@@ -78,11 +77,10 @@ class Comparison:
 
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
-    """Compares two runs of one suite, case by case, by a permutation test on the differences of their scores. If the
-    p-value is below `level`, the verdict is "better" or "worse", by the sign of the mean difference; otherwise it is
-    "no difference seen". `seed`: random seed of the test, and of the bootstrap interval of the difference.
+    """Compares two runs of one suite by a permutation test on the score differences of single cases.
 
-    Raises ConfigError when the runs are of different suites, or `level` is not between 0 and 1.
+    If the p-value is not below `level`, the verdict is "no difference seen". `seed`: of the test and of the bootstrap
+    interval. Raises ConfigError when the runs are of different suites, or `level` is not between 0 and 1.
     """
     import numpy as np
 
@@ -123,7 +121,7 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
 
 
 def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
-    """Returns the two-sided p-value of a permutation test that flips the signs of `gains` at random; 1.0 if all are 0.
+    """Returns the two-sided p-value of a permutation test that flips the signs of `gains`; 1.0 if all are 0.
 
     `gains`: one score difference per case. `draws`: number of random flips. If at most 14 (EXACT) differences are not
     0, all flips are enumerated instead.
@@ -146,22 +144,17 @@ def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
 
 
 def findable(num_cases: int, deviation: float, level: float = LEVEL, power: float = 0.9) -> float:
-    """Returns the smallest difference of mean scores that a paired test over `num_cases` cases detects with probability
-    `power`.
+    """Returns the smallest difference of mean scores that a paired test detects with probability `power`.
 
-    `level`: p-value below which a difference is significant. `deviation`: standard deviation s of the score differences
-    of single cases. Normal approximation: (z_(1-level/2) + z_power) * s / sqrt(num_cases).
+    `deviation`: standard deviation s of the score differences of single cases. `level`: significance level. Normal
+    approximation: (z_(1-level/2) + z_power) * s / sqrt(num_cases).
     """
     return (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(power)) * deviation / math.sqrt(num_cases)
 
 
 def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: float = 0.9) -> int:
-    """Returns the number of cases with which a paired test detects a difference of mean scores of `loss` with
-    probability `power`.
-
-    `level`: p-value below which a difference is significant. `deviation`: standard deviation of the score differences
-    of single cases.
-    """
+    """Returns the number of cases with which a paired test detects a difference of mean scores of `loss`. The other
+    arguments are those of `findable`."""
     return math.ceil((findable(1, deviation, level, power) / loss) ** 2)
 
 

@@ -30,9 +30,8 @@ class EvalSampling(Checked):
     """Concurrent requests."""
 
     def seed_of(self, case: Case, sample: int) -> int:
-        """Returns the seed of a request, derived from the base seed, the case's id and the sample's number. It does not
-        depend on the case's position in the suite, so that adding cases does not change the seeds of the existing
-        ones."""
+        """Returns the seed of a request, derived from the base seed, the case's id and the sample's number. Adding
+        cases to a suite does not change the seeds of the others."""
         return zlib.crc32(f"{self.seed}/{case.id}/{sample}".encode())
 
 
@@ -82,8 +81,7 @@ class EndpointConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class JudgeConfig:
-    """Server and model of the LLM judge. It compares answers with reference answers, in cases whose scorer is
-    "judge"."""
+    """Server and model of the LLM judge, which compares answers with references in cases with the scorer "judge"."""
 
     url: str | None = None
     """Address of an OpenAI-compatible server."""
@@ -95,8 +93,7 @@ class JudgeConfig:
 
 @dataclass(frozen=True, slots=True)
 class PricesConfig(Checked):
-    """Prices that the cost of answers is computed from, in any currency: an hour of this machine, and a million prompt
-    or answer tokens of an endpoint."""
+    """Prices for the cost of answers, in any currency."""
 
     price_per_hour: Amount | None = None
     """Price of an hour of this machine."""
@@ -106,8 +103,8 @@ class PricesConfig(Checked):
     """Price of a million answer tokens of the endpoint."""
 
     def of_1000(self, wall_s: float, num_answers: int, prompt_tokens: int, answer_tokens: int) -> float | None:
-        """Returns the price of 1,000 answers, in the currency of the fields; None if no price is set, or `num_answers`
-        is 0. `wall_s` (seconds), `prompt_tokens` and `answer_tokens` are totals over `num_answers` answers."""
+        """Returns the price of 1,000 answers; None if no price is set, or `num_answers` is 0. The arguments are totals
+        over all answers."""
         if not num_answers or (self.price_per_hour, self.price_in, self.price_out) == (None, None, None):
             return None
         tokens = prompt_tokens * (self.price_in or 0.0) + answer_tokens * (self.price_out or 0.0)

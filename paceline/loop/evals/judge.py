@@ -47,8 +47,7 @@ MAX_TOKENS = 16
 
 @dataclass(slots=True)
 class Judge:
-    """Compares pairs of answers with a judge model, each pair in both orders. Counts how often the order changes the
-    verdict (position bias)."""
+    """Compares pairs of answers with a judge model, each pair in both orders. Counts how often the order decides."""
 
     client: Client
     model: str
@@ -60,20 +59,17 @@ class Judge:
     ties: int = field(default=0, init=False)
 
     def score(self, case: Case, text: str) -> tuple[float, str]:
-        """Compares an answer's `text` with the case's reference answer. Returns (score, reason): 1.0 if the answer is
-        better, 0.5 if neither is, 0.0 if the reference is better; the reason is "" for 1.0. Raises JudgeError if the
-        judge is down, gives no verdict, or shows position bias."""
+        """Compares an answer's `text` with the case's reference. Returns (score, reason): 1.0 and "" if the answer is
+        better, 0.5 if neither is, 0.0 if the reference is better. Raises JudgeError as `prefer` does."""
         preferred = self.prefer(case.question, text, str(case.scorer["reference"]), case.scorer.get("criteria"))
         return preferred, {1.0: "", 0.5: "no better than the reference", 0.0: "the reference is better"}[preferred]
 
     def prefer(self, question: str, one: str, two: str, criteria: str | None = None) -> float:
-        """Asks the judge which of the answers `one` and `two` to a question is better, in both orders. Returns 1.0 if
-        it prefers `one`, 0.0 if it prefers `two`, and 0.5 for a tie, for equal texts, or if its preference depends on
-        the order. `criteria`: sentence in the judge's prompt that says when an answer is better [default:
-        `self.criteria`].
+        """Asks the judge in both orders which of two answers to a question is better. Returns 1.0 for `one`, 0.0 for
+        `two`, and 0.5 for a tie, for equal texts, or if the preference depends on the order.
 
-        Raises JudgeError if the judge is down or gives no verdict. Also raises it if the order decided more than 80% of
-        the pairs judged so far, once there are at least 10.
+        `criteria`: sentence that defines a better answer [default: `self.criteria`]. Raises JudgeError if the judge is
+        down, gives no verdict, or if the order decided more than 80% of at least 10 pairs judged so far.
         """
         if one.strip() == two.strip():
             return 0.5
@@ -123,7 +119,7 @@ class Judge:
 
 
 def verdict_in(text: str) -> str | None:
-    """Returns the judge's verdict, "A", "B" or "TIE", found in the first 200 characters of its answer. Returns None if
-    they contain no verdict, or different ones."""
+    """Returns the judge's verdict, "A", "B" or "TIE", found in the first 200 characters of its answer; None if there is
+    no verdict, or different ones."""
     words = set(re.findall(r"\b(A|B|TIE)\b", text.strip()[:200]))
     return words.pop() if len(words) == 1 else None

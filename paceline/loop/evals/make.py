@@ -46,9 +46,9 @@ class Question(NamedTuple):
 def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None = None) -> Suite:
     """Builds a suite from the sources of `config`.
 
-    A row that cannot be made into a case is unusable. `dropped`, if given, counts unusable rows by reason, and unknown
-    keys of usable rows. Without `dropped`, the first unusable row raises PromptError, and unknown keys are logged as a
-    warning. Raises ConfigError on contradictory settings, PromptError if the sources give no case.
+    `dropped` counts the rows that cannot be made into a case, by reason, and the unknown keys of the others. Without
+    `dropped`, the first such row raises PromptError, and unknown keys are logged as a warning. Raises ConfigError on
+    contradictory settings, PromptError if the sources give no case.
     """
     counted = Dropped() if dropped is None else dropped
     cases = [case for source in config.sources for case in _cases(source, config, counted, raises=dropped is None)]
@@ -205,8 +205,10 @@ def _json(config: MakeConfig, value: Row | None, where: str) -> Row:
 
 
 def without_leaks(suite: Suite, store: Path, dropped: Dropped) -> Suite:
-    """Returns the suite without contaminated cases: those whose questions nearly equal a prompt in the training split
-    of the dataset store at `store`. Counts the removed cases in `dropped`. Raises PromptError when no case remains."""
+    """Returns the suite without the cases whose questions nearly equal a prompt in the training split of a store.
+
+    Counts the removed cases in `dropped`. Raises PromptError when no case remains.
+    """
     from paceline.loop.evals.leaks import leaking
     from paceline.loop.store.folder import Store
 

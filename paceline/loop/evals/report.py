@@ -64,11 +64,10 @@ def write_report(
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Writes a run folder with results and reports, and returns it; prints the tables of scores and comparisons. The
-    report's verdict is about the last of `scores`; the others are shown for comparison.
+    """Writes a run folder with results and reports, and returns it; prints the tables of scores and comparisons.
 
-    `comparisons`: comparisons of the last of `scores` with other runs. `refusals`: reasons why the gate failed; empty
-    if it passed. `settings`: settings of the run, written to config.json and shown in the report. `out`: the run folder
+    The verdict is about the last of `scores`; `comparisons` are of these with other runs. `refusals`: reasons why the
+    gate failed; empty if it passed. `settings`: written to config.json and shown in the report. `out`: the run folder
     [default: a new one in runs/].
     """
     run, last = RunFolder.create("evals", settings, out), scores[-1]

@@ -36,8 +36,7 @@ JUDGE_KEY = "PACELINE_JUDGE_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """All settings of `evaluate` apart from the suite and the engine: endpoint, judge, sampling, prices, sandbox limits
-    and gate."""
+    """All settings of `evaluate` apart from the suite and the engine."""
 
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -64,7 +63,7 @@ class Evaluated:
     comparison: Comparison | None = None
     """Comparison with the earlier run that the setting `no_worse_than` names."""
     drafter_check: Comparison | None = None
-    """Comparison with the same model without its drafter; all answers must be identical."""
+    """Comparison with the same model without its drafter."""
 
     def as_line(self) -> dict[str, Any]:
         return {
@@ -85,13 +84,11 @@ def evaluate(
     out: str | Path | None = None,
     progress: Progress = SILENT,
 ) -> Evaluated:
-    """Runs a suite on a model, or on an endpoint if `config.endpoint.url` is set: generates and scores answers, applies
-    the gate, and writes a run folder (`out`, or a new one in runs/).
+    """Scores the answers of a model or an endpoint to a suite, applies the gate, and writes a run folder.
 
-    If `config.gate.no_worse_than` names an earlier run, the scores are also compared with those of that run. Raises
-    PromptError and ConfigError on unusable suites and settings; DownloadError, JudgeError and SandboxError when the
-    endpoint, the judge or the sandbox fails; ModelNotFoundError, ModelFileError and UnsupportedModelError if the model
-    cannot be loaded.
+    `out`: the run folder [default: a new one in runs/]. Raises PromptError and ConfigError on unusable suites and
+    settings. Raises DownloadError, JudgeError or SandboxError when the endpoint, the judge or the sandbox fails, and
+    ModelNotFoundError, ModelFileError or UnsupportedModelError if the model cannot be loaded.
     """
     check_own(out, "evals", config.gate.no_worse_than)
     suite, gate = read_suite(suite_file).first(config.limit), config.gate
@@ -133,10 +130,10 @@ def evaluate(
 def beside(
     before: str | Path, after: str | Path, gate: Gate, *, out: str | Path | None = None, progress: Progress = SILENT
 ) -> tuple[Comparison, list[str], RunFolder]:
-    """Compares two finished runs, given by their folders. Returns the comparison, the reasons why the gate fails (empty
-    if it passes), and the run folder that the comparison is written to (`out`, or a new one in runs/).
+    """Compares two finished runs, given by their folders. Returns (comparison, reasons why the gate fails, run folder).
 
-    Raises ConfigError when the runs are of different suites.
+    The reasons are empty if the gate passes. `out`: the run folder [default: a new one in runs/]. Raises ConfigError
+    when the runs are of different suites.
     """
     check_own(out, "evals", before, after)
     one, two = read_scores(before), read_scores(after)
@@ -159,11 +156,10 @@ def _answerer(engine: EngineConfig, config: Asked, stack: contextlib.ExitStack, 
 
 @contextlib.contextmanager
 def open_judge(config: JudgeConfig, option: str, timeout_s: float = 600.0) -> Iterator[Judge]:
-    """Context manager that yields a judge connected to the server in `config`. `option`: the command-line option or
-    setting that names the server's address, for error messages. `timeout_s`: maximum seconds of a response.
+    """Context manager that yields a judge connected to the server in `config`.
 
-    Raises ConfigError on an invalid address or key, DownloadError if the server does not answer, ModelNotFoundError if
-    the server does not list the model.
+    `option`: name of the option with the server's address, for error messages. Raises ConfigError on an invalid address
+    or key, DownloadError if the server does not answer, ModelNotFoundError if the server does not list the model.
     """
     assert config.url is not None
     key = next(iter(read_api_keys((), config.key_file, JUDGE_KEY)), None)

@@ -1,5 +1,4 @@
-"""Scorers: each computes the score of one answer, from 0 (wrong) to 1 (right), from the answer's text and the fields of
-the case's scorer.
+"""Scorers: each computes the score of one answer, from 0 (wrong) to 1 (right).
 
 | kind | fields of the scorer | score |
 |---|---|---|
@@ -43,8 +42,7 @@ def score_exact(scorer: Row, text: str) -> Verdict:
 
 
 def score_numeric(scorer: Row, text: str) -> Verdict:
-    """Returns (score, reason): 1 if the last number in the answer `text` is within `tolerance` of `answer` (fields of
-    `scorer`), else 0. Commas are ignored: 1,234 is 1234."""
+    """Compares the last number in the answer `text` with `scorer["answer"]`. Commas are ignored: 1,234 is 1234."""
     numbers = NUMBER.findall(text[-MOST_SCANNED:])
     if not numbers:
         return 0.0, "no number"
@@ -60,9 +58,8 @@ def score_regex(scorer: Row, text: str) -> Verdict:
 
 
 def score_json(scorer: Row, text: str) -> Verdict:
-    """Scores the first JSON object in the answer `text`; returns (score, reason). The score is the share of the fields
-    in `scorer["fields"]` (name -> expected value) that have the expected value; 1 if no fields are given. It is 0 if
-    there is no object, or if the object violates `scorer["schema"]`."""
+    """Returns the share of `scorer["fields"]` whose values are equal in the first JSON object of the answer `text`, and
+    the reason. 1 if no fields are given; 0 without an object, or if it violates `scorer["schema"]`."""
     value = object_in(text)
     if value is None:
         return 0.0, "no JSON object"
@@ -106,11 +103,10 @@ def _jsonschema() -> Any:
 
 
 def program_of(scorer: Row, text: str) -> str:
-    """Returns the program that is run to score an answer: the code in the answer `text`, followed by the tests in
-    `scorer`.
+    """Returns the program that is run to score an answer: the code in the answer `text`, then the tests in `scorer`.
 
-    If `scorer` has an `entry_point` (name of the function to write), its fields follow HumanEval: "prompt" is the
-    function's header, and "tests" defines `check`, which the program calls with the function.
+    With an `entry_point`, the fields follow HumanEval: "prompt" is the header of the function of that name, and "tests"
+    defines `check`, which is called with the function.
     """
     code, prompt, entry = code_of(text), scorer.get("prompt", ""), scorer.get("entry_point")
     if not entry:

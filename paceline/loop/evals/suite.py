@@ -72,8 +72,7 @@ class Suite:
 
     @property
     def digest(self) -> str:
-        """Hash of all cases, without the field `origin` (the file or store that a case was made from). Scores of two
-        runs are compared only if their suites have equal digests."""
+        """Hash of all cases without their `origin`. Scores are compared only if their suites have equal digests."""
         named = hashlib.sha256()
         for case in self.cases:
             row = case.as_row()
@@ -100,8 +99,8 @@ class Suite:
 
 
 def read_suite(file: str | Path) -> Suite:
-    """Reads a suite from a file of JSON lines. Raises PromptError naming file and line when a case is malformed,
-    PromptError naming the id when two cases have the same one."""
+    """Reads a suite from a file of JSON lines. Raises PromptError when the file cannot be read, a case is malformed, or
+    two cases have the same id."""
     path = Path(file)
     with reraised(
         PromptError, f"cannot read the suite {path}", "make one with paceline evals make", OSError, ValueError
@@ -112,8 +111,8 @@ def read_suite(file: str | Path) -> Suite:
 
 
 def suite_of(name: str, cases: list[Case], where: str) -> Suite:
-    """Returns the cases as a suite. Raises PromptError if there is no case, or an id occurs twice; `where`: the cases'
-    file or source, for the error message."""
+    """Returns the cases as a suite. Raises PromptError if there is no case, or an id occurs twice. `where`: source of
+    the cases, for the message."""
     if not cases:
         raise PromptError(f"{where} holds no case: an eval needs at least one")
     seen: set[str] = set()

@@ -130,8 +130,8 @@ def _map_for(process: int, ready: int, written: int) -> None:
 
 
 def build_tree(job: Job) -> None:
-    """Mounts the sandbox's file tree and makes it "/": the folders `job["readable"]` read-only, the devices null, zero,
-    random and urandom, a /proc with the sandbox's processes only, and a /tmp of bounded size."""
+    """Mounts the sandbox's file tree and makes it "/": the folders `job["readable"]` read-only, four devices, a /proc
+    with the sandbox's processes only, and a /tmp of bounded size."""
     root, limits = job["root"], job["limits"]
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=2048,mode=755")
@@ -172,8 +172,8 @@ def _bind(root: str, path: str, attributes: int) -> None:
 
 
 def fence(job: Job) -> None:
-    """Restricts this process's file access with Landlock, used where namespaces are not available. It can then read the
-    folders `job["readable"]` and write only the folder `job["root"]`."""
+    """Restricts this process with Landlock: it can only read the folders `job["readable"]` and write the folder
+    `job["root"]`. Used where namespaces are not available."""
     abi = libc.syscall(LANDLOCK[0], None, ctypes.c_size_t(0), 1)
     if abi < LANDLOCK_ABI:
         raise SetupError(1, f"Landlock of version {abi}, {LANDLOCK_ABI} is needed")
@@ -195,8 +195,8 @@ def fence(job: Job) -> None:
 
 
 def filter_calls(job: Job) -> None:
-    """Installs a seccomp filter: the system calls `job["calls"]["refused"]` and the creation of namespaces fail. In a
-    sandbox without namespaces, creating a process fails as well; threads are allowed."""
+    """Installs a seccomp filter: the system calls `job["calls"]["refused"]` and the creation of namespaces fail.
+    Without namespaces, creating a process fails as well; threads are allowed."""
     calls, load, equal, greater, test, end = job["calls"], 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
     lines = [(load, 0, 0, 4), (equal, 1, 0, calls["arch"]), (end, 0, 0, kill), (load, 0, 0, 0)]
@@ -215,9 +215,11 @@ def filter_calls(job: Job) -> None:
 
 
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
-    """Replaces this process by the answer (the code to test), with limits; as user 65534 if `is_root`. Three pipe ends:
-    `word` is the answer's stdin and contains a secret word; `errors` is its stderr; `result` receives the secret word
-    when the answer has run to its end. If the answer exits early, `result` receives nothing."""
+    """Replaces this process by the answer (the code to test), with limits; as user 65534 if `is_root`.
+
+    Three pipe ends: `word`, the answer's stdin, contains a secret word; `errors` is its stderr; `result` receives the
+    word only if the answer runs to its end.
+    """
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):

@@ -41,8 +41,7 @@ Kind = Literal["namespaces", "landlock", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Limits(Checked):
-    """Limits of one run of code: seconds, memory, processes, disk and open files. Raises ConfigError on impossible
-    values."""
+    """Limits of one run of code. Raises ConfigError on impossible values."""
 
     wall_s: Positive = 10.0
     cpu_s: Count = 5
@@ -58,8 +57,7 @@ class Limits(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Result of one run of code: its outcome (ran to its end, or stopped by an error or a limit), stderr, time and
-    memory."""
+    """Result of one run of code."""
 
     outcome: Outcome
     """"passed": ran to its end. "ended": an error, a failed test, or an early exit. "time", "cpu", "memory", "disk":
@@ -76,8 +74,7 @@ class Ran:
 
     @property
     def why(self) -> str:
-        """Reason of the outcome, as one printable line: the exceeded limit, else the last line of stderr, else the
-        outcome itself."""
+        """Reason of the outcome, in one line: the exceeded limit, else the last line of stderr, else the outcome."""
         if self.outcome in ("time", "cpu", "memory", "disk"):
             return f"beyond its limit of {'processor time' if self.outcome == 'cpu' else self.outcome}"
         last = self.stderr.strip().splitlines()[-1:] or [self.outcome]
@@ -97,21 +94,19 @@ class Sandbox:
     """Python interpreter for the code [default: this one]."""
 
     def check(self) -> None:
-        """Raises SandboxError if no kind of sandbox works on this machine, unless `unsafe` is set: the code may then
-        run unprotected."""
+        """Raises SandboxError if no kind of sandbox works on this machine, unless `unsafe` is set."""
         _, refusal = _probed(self)
         if refusal and not self.unsafe:
             raise SandboxError(refusal)
 
     @property
     def kind(self) -> Kind:
-        """Kind of sandbox that is used: "namespaces" or "landlock", the first of `kinds` that works on this machine;
-        "none" if neither works."""
+        """Kind of sandbox that is used: the first of `kinds` that works on this machine, or "none"."""
         return _probed(self)[0]
 
     def run(self, code: str) -> Ran:
-        """Runs a program until it ends or exceeds a limit. If no kind of sandbox works, runs the program unprotected if
-        `unsafe` is set, else raises SandboxError."""
+        """Runs a program until it ends or exceeds a limit. If no kind of sandbox works, runs it unprotected if `unsafe`
+        is set, else raises SandboxError."""
         self.check()
         if self.kind == "none":
             return Ran("passed" if runs(code) else "ended")
