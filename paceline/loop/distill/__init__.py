@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 def distill(config: DistillConfig, *, judges: Sequence[Judge] = (), progress: Progress | None = None) -> DistillResult:
     """Distils a teacher model into a smaller student, and accepts the student if it passes every gate (quality check).
-    `judges`: further gates, applied after the built-in ones.
 
-    A call with the same `config.out` resumes the run there. An accepted student is in the folder `student` of
-    `config.out`. A student that fails a gate is returned with `passed` False, in the folder `refused`; a student
-    accepted earlier is unchanged. Raises ConfigError, PromptError (fewer than 10 different prompts), TrainingError
-    (training diverged), CacheError (disk cannot be written or read), and ModelNotFoundError, ModelFileError,
-    UnsupportedModelError or DownloadError if a model cannot be loaded.
+    A call with the same `config.out` resumes the run there. An accepted student is in its folder `student`. A student
+    that fails a gate is in the folder `refused`; a student accepted earlier is unchanged. `judges`: further gates,
+    applied after the built-in ones.
+
+    Raises ConfigError, PromptError (fewer than 10 different prompts), TrainingError (training diverged), CacheError
+    (disk cannot be written or read), and ModelNotFoundError, ModelFileError, UnsupportedModelError or DownloadError if
+    a model cannot be loaded.
     """
     from paceline.loop.distill.run import run
 

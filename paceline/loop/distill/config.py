@@ -20,8 +20,7 @@ DEFAULT_EPOCHS, MANY_EPOCHS = 3.0, 100.0
 
 @dataclass(frozen=True, slots=True)
 class StudentConfig:
-    """Initialisation of the student (the small model to train): either copies of some of the teacher's layers, or
-    another, smaller model."""
+    """Initialisation of the student: copies of some of the teacher's layers, or another, smaller model."""
 
     layers: Count | None = None
     """Number of the teacher's layers to copy, including the first and the last [default: two of five]."""
@@ -127,8 +126,7 @@ class TeachingConfig:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig(Checked):
-    """Settings of the gates, which compare the student with its teacher on held-out prompts: minimum agreement, and
-    number of prompts."""
+    """Settings of the gates, which compare the student with its teacher on held-out prompts."""
 
     least_agreement: Share = 0.9
     """Minimum share of positions along the teacher's answers at which the student's top token is the teacher's; the low

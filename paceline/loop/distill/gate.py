@@ -47,8 +47,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """Inputs of every gate: the finished student, the held-out answers, and three models' log-probabilities at the
-    tokens of these answers. The three models are the teacher, the finished student, and the student before training."""
+    """Inputs of every gate: the finished student, the held-out answers, and log-probabilities at their tokens."""
 
     llm: LLM
     """The finished student, loaded without a drafter."""
@@ -134,8 +133,8 @@ def _finding(name: str, passed: bool, reason: str, figures: dict[str, Any]) -> F
 
 
 def own_answers(llm: LLM, documents: Sequence[Document], progress: Progress) -> list[str]:
-    """Returns the student's greedy answers to the documents' prompts, as texts. An answer ends at the latest 32 tokens
-    (MORE_TOKENS) beyond the length of the teacher's answer to the same prompt, or where the context is full."""
+    """Returns the student's greedy answers to the documents' prompts, as texts. An answer is at most 32 tokens
+    (MORE_TOKENS) longer than the teacher's."""
     texts: list[str] = []
     with progress.bar("the student answers", len(documents)) as advance:
         for start in range(0, len(documents), AT_ONCE):
@@ -161,8 +160,8 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def same_fields(text: str, wanted: dict[str, Any]) -> tuple[float, float]:
-    """Compares the JSON object `text` with the expected object `wanted`. Returns two counts, as floats: the fields of
-    `wanted` that have an equal value in `text`, and all fields of `wanted`."""
+    """Returns the number of fields of `wanted` that have an equal value in the JSON object `text`, and the number of
+    all its fields, as floats."""
     fields = json_object(text) or {}
     return float(sum(name in fields and fields[name] == value for name, value in wanted.items())), float(len(wanted))
 

@@ -1,9 +1,9 @@
-"""Estimates the time and memory of a distillation by timing a few steps; writes nothing to the run folder.
+"""Estimates the time and memory of a distillation; writes nothing to the run folder.
 
     price(config).text
 
-Times TIMED training steps of a randomly initialised student of the requested shape, and READ answers along which the
-teacher computes log-probabilities; extrapolates from these.
+Extrapolates from a few training steps of a randomly initialised student of the requested shape, and from a few answers
+along which the teacher computes log-probabilities.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ BYTES_A_WEIGHT, BYTES_FROZEN = 16, 4
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Estimated time and memory of a distillation: a `text` for display, and a dict `figures`.
-
-    Keys of `figures`: "answers" and "heldout" (numbers of answers to train on and held out), "weights" (numbers of
-    weights, a dict with "teacher" and "student"), "steps", "step_s" (seconds of a training step), "read_s" (seconds in
-    which the teacher reads one answer), "minutes" (a dict with "train" and "read"), "core_hours", "memory_bytes".
-    """
+    """Estimated time and memory of a distillation."""
 
     text: str
+    """The estimate for people."""
     figures: dict[str, Any]
+    """The estimate for programs. "answers" and "heldout" are numbers of answers, "weights" numbers of weights, "step_s"
+    seconds of a training step, "read_s" seconds in which the teacher reads one answer."""
 
 
 def price(config: DistillConfig) -> Price:
-    """Estimates time and memory of a distillation by timing a few training steps on its answers. Raises ConfigError if
-    `config.answers` is empty or the student's settings do not fit the teacher, and PromptError if there are fewer than
-    10 different prompts."""
+    """Estimates time and memory of a distillation by timing a few training steps on its answers.
+
+    Raises ConfigError if there are no answers or the student does not fit the teacher, PromptError if there are fewer
+    than 10 different prompts.
+    """
     if not config.answers:
         raise ConfigError(
             "a dry run times steps on answers: make them first with paceline regenerate, and give --answers FOLDER"

@@ -79,20 +79,18 @@ def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[s
 
 
 class Stored:
-    """Computes a teacher's log-probabilities at the tokens of documents' answers, and stores them in files of a folder.
-    Each file holds 128 (AT_ONCE) consecutive documents; an existing file is not computed again."""
+    """Files with a teacher's log-probabilities at the tokens of documents' answers. Each file holds 128 (AT_ONCE)
+    consecutive documents."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
 
     def missing(self, documents: Sequence[Document]) -> list[int]:
-        """Returns the groups of documents whose file does not exist yet, each as the index of its first document. A
-        group is 128 (AT_ONCE) consecutive documents, stored in one file."""
+        """Returns the index of the first document of each file that does not exist yet."""
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 
     def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:
-        """Computes the log-probabilities of all documents whose file does not exist yet, and writes these files.
-        `reader`: a `Reader` of the teacher. Raises CacheError when the disk cannot be written."""
+        """Computes and writes the files that do not exist yet. Raises CacheError when the disk cannot be written."""
         starts = self.missing(documents)
         total = sum(len(documents[start : start + AT_ONCE]) for start in starts)
         with progress.bar("the teacher reads its answers", total) as advance:

@@ -16,8 +16,8 @@ BLOCK, TOP = 32, 15
 
 
 def q4_1(weight: Tensor) -> Tensor:
-    """Rounds a matrix to Q4_1 (4-bit GGUF format) as `gguf.quantize` does. Returns the rounded values in the dtype of
-    `weight`. The row length must be a multiple of 32."""
+    """Returns a matrix rounded to Q4_1 (4-bit GGUF format) as `gguf.quantize` does, in its own dtype. Its row length
+    must be a multiple of 32."""
     blocks = weight.detach().float().reshape(-1, BLOCK)
     low, high = blocks.aminmax(dim=-1, keepdim=True)
     scale = (high - low) / TOP
@@ -54,23 +54,21 @@ class _Product:
 
 
 def matrices(model: nn.Module) -> list[nn.Linear]:
-    """Returns the linear layers of a causal model that can be stored in Q4_1 (4-bit GGUF format). They are inside its
-    decoder layers, and their row length is a multiple of 32."""
+    """Returns a model's linear layers that can be stored in Q4_1 (4-bit GGUF format): those inside its decoder layers
+    whose row length is a multiple of 32."""
     linear = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and ".layers." in f".{name}."]
     return [each for each in linear if each.in_features % BLOCK == 0]
 
 
 def compute_rounded(model: nn.Module) -> None:
-    """Changes the model so that the linear layers in `matrices(model)` compute with weights rounded to Q4_1 (4-bit GGUF
-    format). The parameters themselves are not rounded. Gradients pass through the rounding unchanged (straight-through
-    estimator)."""
+    """Makes the linear layers in `matrices(model)` compute with weights rounded to Q4_1 (4-bit GGUF format). The
+    parameters and their gradients are not rounded (straight-through estimator)."""
     for layer in matrices(model):
         layer.forward = _Product(layer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.no_grad()
 def round_weights(model: nn.Module) -> None:
-    """Rounds the weights of the linear layers in `matrices(model)` to Q4_1 (4-bit GGUF format), in place. All other
-    weights are unchanged."""
+    """Rounds the weights of the linear layers in `matrices(model)` to Q4_1 (4-bit GGUF format), in place."""
     for layer in matrices(model):
         layer.weight.copy_(q4_1(layer.weight))

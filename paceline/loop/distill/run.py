@@ -47,8 +47,7 @@ LENGTH = ("minutes", "max_steps", "epochs", "checkpoint_minutes", "micro_batch")
 
 @dataclass(frozen=True, slots=True)
 class DistillResult:
-    """Result of a distillation: whether the student was accepted and why, its folder, and the steps and minutes of its
-    training."""
+    """Result of a distillation: whether the student was accepted and why, and its folder."""
 
     run: Path
     student: Path
@@ -67,8 +66,7 @@ class DistillResult:
 
 
 def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> DistillResult:
-    """Runs the distillation in the folder `config.out`, or resumes it; the result says whether the student was
-    accepted. `judges`: further gates, after the built-in ones. Implements `paceline.loop.distill.distill`."""
+    """Runs or resumes the distillation in the folder `config.out`; implements `paceline.loop.distill.distill`."""
     if not config.answers and not config.prompting.prompts:
         raise ConfigError(
             "a student learns from its teacher's answers: give --answers FOLDER, or --prompts FILE to be answered"

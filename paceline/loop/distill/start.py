@@ -71,8 +71,8 @@ def influences(llm: LLM, documents: Sequence[Document]) -> list[float]:
 
 
 def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
-    """Returns the indices of `number` evenly spaced layers of `num_layers`, including the first and the last; only the
-    first if `number` is 1. Raises ConfigError if `number` is not between 1 and `num_layers`."""
+    """Returns the indices of `number` evenly spaced layers, including the first and the last; only the first if
+    `number` is 1. Raises ConfigError if `number` is not between 1 and `num_layers`."""
     if not 1 <= number <= num_layers:
         raise ConfigError(f"layers must be between 1 and the teacher's {num_layers}, not {number}")
     if number == 1:
@@ -81,12 +81,10 @@ def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
 
 
 def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Returns the indices of the teacher's layers to copy, ascending. These are `config.keep_layers` if set. Otherwise
-    `config.layers` is the number of layers [default: two fifths of the teacher's]. The most influential layers are
-    selected if `influence` is given, else evenly spaced ones.
+    """Returns the indices of the teacher's layers to copy, ascending: `config.keep_layers`, or `config.layers` of them.
 
-    `num_layers`: number of the teacher's layers. `influence`: influence of each layer, from `influences`. Raises
-    ConfigError if `config` names a layer that the teacher does not have, or more layers than it has.
+    The most influential layers are selected if `influence` (from `influences`) is given, else evenly spaced ones.
+    `num_layers`: number of the teacher's layers. Raises ConfigError if the teacher does not have the requested layers.
     """
     if config.keep_layers:
         if config.keep_layers[-1] >= num_layers:
@@ -102,9 +100,8 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
 
 
 def check_layers(config: StudentConfig, teacher: Path) -> None:
-    """Checks whether the layers that `config` selects can be copied from the teacher, the model in the folder
-    `teacher`. Raises ConfigError if the teacher does not have these layers, or if its layers work only at their
-    original positions. Checks nothing if `config.student` names a smaller model: no layers are copied then."""
+    """Raises ConfigError if the layers that `config` selects cannot be copied from the model in the folder `teacher`:
+    it does not have them, or its layers work only at their original positions."""
     if config.student:
         return
     shape = checkpoint.load_config(teacher)
@@ -119,12 +116,12 @@ def check_layers(config: StudentConfig, teacher: Path) -> None:
 def write_start(
     config: StudentConfig, teacher: Path, folder: Path, influence: Callable[[], Sequence[float]] | None = None
 ) -> tuple[int, ...]:
-    """Writes the untrained student in float32 to `folder`. Returns the indices of the teacher's layers copied into it,
-    or () if `config.student` names a smaller model. If an earlier call completed `folder`, nothing is written again.
+    """Writes the untrained student in float32 to `folder`, unless an earlier call has. Returns the indices of the
+    teacher's layers copied into it; () if `config.student` names a smaller model.
 
-    `influence` computes the influence of the teacher's layers; it is called only if the layers are chosen by influence.
-    Raises ConfigError if the student does not fit the teacher, and ModelNotFoundError, ModelFileError,
-    UnsupportedModelError or DownloadError if a model cannot be loaded.
+    `influence`: computes the influence of the teacher's layers; called only if they are chosen by influence. Raises
+    ConfigError if the student does not fit the teacher, and ModelNotFoundError, ModelFileError, UnsupportedModelError
+    or DownloadError if a model cannot be loaded.
     """
     if (folder / LAYERS).is_file():
         return tuple(json.loads((folder / LAYERS).read_text(encoding="utf-8")))
@@ -151,8 +148,8 @@ def write_start(
 
 
 def check_same_words(student: Path, teacher: Path) -> DecoderConfig:
-    """Checks that the smaller model in the folder `student` has the same vocabulary as the model in the folder
-    `teacher`; returns the smaller model's config. Raises ConfigError if the vocabularies differ."""
+    """Returns the config of the smaller model in the folder `student`. Raises ConfigError if its vocabulary differs
+    from the teacher's."""
     config, teacher_config = checkpoint.load_config(student), checkpoint.load_config(teacher)
     words = [Tokenizer.from_path(each).backend.get_vocab(with_added_tokens=True) for each in (student, teacher)]
     if config.vocab_size != teacher_config.vocab_size or words[0] != words[1]:
@@ -176,8 +173,7 @@ def _selected(tensors: Iterator[tuple[str, Tensor]], layers: Sequence[int]) -> I
 
 
 def num_weights(config: Any) -> tuple[int, int]:
-    """Returns two numbers of weights of the model with this `config`: in its decoder layers, and in all other tensors
-    (embedding, norm, head)."""
+    """Returns the model's number of weights in its decoder layers, and in all other tensors."""
     sizes: dict[bool, int] = {True: 0, False: 0}
     for name, shape in checkpoint.expected_shapes(config).items():
         sizes[name.startswith("model.layers.")] += math.prod(shape)

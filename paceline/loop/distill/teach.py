@@ -53,8 +53,7 @@ with needing(ConfigError, "distill trains with TRL, which is not installed: pip 
 
 @dataclass(frozen=True, slots=True)
 class TrainingInputs:
-    """Inputs of a student's training: untrained student, teacher, documents with the teacher's log-probabilities, and
-    the folder of the checkpoints."""
+    """Inputs of a student's training, apart from its settings."""
 
     start: Path
     """Folder of the untrained student."""
@@ -68,7 +67,7 @@ class TrainingInputs:
     freeze: bool = True
     """Do not train the embedding."""
     blocks: bool = False
-    """Train with matrices rounded to Q4_1, see rounding.py."""
+    """Round matrices to Q4_1 (4-bit GGUF format) in training and in the written files, see rounding.py."""
     round_embedding: bool = False
     """Also round the embedding to Q4_1."""
 
@@ -84,8 +83,8 @@ class TrainingResult:
 
 
 class Clock:
-    """Measures the progress of a training as the larger of two shares: elapsed time / time limit, and steps / number of
-    steps. Time before a resume counts, too."""
+    """Measures the progress of a training: the larger of its shares of the time limit and of the steps. Time before a
+    resume counts, too."""
 
     def __init__(self, folder: Path, num_steps: int, minutes: float | None) -> None:
         self.num_steps, self.limit_s = num_steps, None if minutes is None else 60.0 * minutes
@@ -104,15 +103,13 @@ class Clock:
         return min(1.0, max(by_time, self.step / max(1, self.num_steps)))
 
     def resume(self, step: int) -> None:
-        """Starts the clock at step `step`, with the training seconds that `write` stored for this step; with 0 if it
-        stored none."""
+        """Starts the clock at `step`, with the training seconds that `write` stored for it, else with 0."""
         self.step = step
         self._before = self._times().get(str(step), 0.0)
         self._began = time.monotonic()
 
     def write(self) -> None:
-        """Stores the training seconds so far in clock.json, as the entry of the current step, for `resume`. Deletes all
-        but the three newest of the earlier entries."""
+        """Stores the training seconds so far in clock.json for `resume`, and keeps the three entries before."""
         newest = dict(list(self._times().items())[-3:])
         write_whole(self._file, json.dumps(newest | {str(self.step): self.seconds}) + "\n")
 
@@ -123,8 +120,8 @@ class Clock:
             return json.loads(self._file.read_text(encoding="utf-8"))
 
     def rate(self, _: int = 0) -> float:
-        """Returns the learning rate at the current progress as a share of the peak: linear warmup, then cosine decay to
-        FLOOR (0.1). Ignores its argument, the step that PyTorch's LambdaLR passes."""
+        """Returns the learning rate as a share of the peak: linear warmup, then cosine decay to FLOOR (0.1). Ignores
+        the step that PyTorch's LambdaLR passes."""
         share = self.share
         if share < WARMUP:
             return max(0.01, share / WARMUP)
@@ -132,8 +129,8 @@ class Clock:
 
 
 class Watch(transformers.TrainerCallback):
-    """Trainer callback: saves checkpoints at regular intervals and reports progress. Ends the training at its time or
-    step limit and at SIGTERM; raises TrainingError if loss or gradient is not finite."""
+    """Trainer callback: saves checkpoints, reports progress, and ends the training at its limit and at SIGTERM. Raises
+    TrainingError if loss or gradient is not finite."""
 
     def __init__(self, clock: Clock, config: TeachingConfig, stop: Stop, folder: RunFolder, advance: Any) -> None:
         self.clock, self._config, self._stop, self._folder, self._advance = clock, config, stop, folder, advance
@@ -161,16 +158,16 @@ class Watch(transformers.TrainerCallback):
 
 
 def rest_of(logprobs_NK: Tensor) -> Tensor:
-    """Returns the log-probability, in nats, of all tokens outside the top K together, [N, 1]. `logprobs_NK`:
-    log-probabilities of the top K tokens at N positions."""
+    """Returns the log-probability, in nats, of all tokens outside the top K together, [N, 1]."""
     return torch.log1p(-logprobs_NK.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
 
 
 def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> Tensor:
-    """Returns the forward KL divergence from the teacher to the student at each of N positions, [N], in nats. It is
-    computed over K + 1 classes: the teacher's top K tokens, and all other tokens together. This is a lower bound of the
-    divergence over the whole vocabulary. `ids_NK`, `logprobs_NK`: the teacher's top K tokens and their
-    log-probabilities; `logits_NV`: the student's logits."""
+    """Returns the forward KL divergence from the teacher to the student at each of N positions, [N], in nats.
+
+    Computed over K + 1 classes: the teacher's top K tokens, and all other tokens together. This is a lower bound of the
+    divergence over the whole vocabulary. `logits_NV`: the student's; `ids_NK`, `logprobs_NK`: the teacher's.
+    """
     own_NK = logits_NV.float().log_softmax(-1).gather(-1, ids_NK)
     teacher = torch.cat([logprobs_NK, rest_of(logprobs_NK)], -1)
     student = torch.cat([own_NK, rest_of(own_NK)], -1)
@@ -179,10 +176,9 @@ def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> T
 
 def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor) -> Any:
     """Returns a causal model's outputs for B padded rows, with logits [B, C, V] only at the C positions `columns_C`.
-    `mask_BT` is 0 at padding.
 
-    A long prefix that all rows share, such as a system message, is computed only once; its gradients are exact. The
-    logits equal those of an ordinary forward pass, up to rounding.
+    A long prefix that all rows share, such as a system message, is computed only once; its gradients are exact.
+    `mask_BT` is 0 at padding.
     """
     shared = num_shared(ids_BT, mask_BT, int(columns_C[0]))
     slides = getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True)
@@ -195,8 +191,7 @@ def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor
 
 
 def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
-    """Returns the length of the prefix that all rows `ids_BT` share, in tokens, at most `most`. The prefix ends before
-    the first padding of any row (0 in `mask_BT`). Returns 0 for a single row."""
+    """Returns the number of tokens before any padding that all rows share, at most `most`; 0 for a single row."""
     if len(ids_BT) < 2:
         return 0
     differs_T = ((ids_BT != ids_BT[:1]) | (mask_BT == 0)).any(0)[:most]
@@ -204,9 +199,8 @@ def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
 
 
 class AnswerTrainer(SFTTrainer):
-    """TRL's SFTTrainer for the methods hard and soft, with a loss over the answer tokens only. hard: cross-entropy with
-    the tokens of the teacher's answers. soft: forward KL divergence from the teacher's stored top-k
-    log-probabilities."""
+    """TRL's SFTTrainer for the methods hard (cross-entropy) and soft (forward KL divergence from the teacher's stored
+    top-k log-probabilities), with a loss over the answer tokens only."""
 
     logprobs: Sequence[AnswerLogprobs] | None = None
     """The teacher's log-probabilities by document index; None for the method hard."""
@@ -214,8 +208,8 @@ class AnswerTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Returns the loss of a batch: the sum over its answer tokens, divided by `num_items_in_batch` [default: the
-        number of these tokens]. With `return_outputs`, returns (loss, model outputs)."""
+        """Returns the loss of a batch: the sum over its answer tokens, divided by `num_items_in_batch` [default: their
+        number]. With `return_outputs`, returns (loss, model outputs)."""
         numbers = inputs.pop("document", None)
         if self.logprobs is None and inputs["input_ids"].device.type == "cuda":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -237,8 +231,7 @@ class AnswerTrainer(SFTTrainer):
 
 
 class Collator:
-    """Pads tokenised documents to a batch; prompt tokens have the label -100 (no loss). For the method gkd, the batch
-    also contains the prompts alone, because TRL's GKDTrainer lets the student generate answers to them."""
+    """Pads tokenised documents to a batch; prompt tokens have the label -100 (no loss)."""
 
     def __init__(self, pad: int, with_prompts: bool) -> None:
         self._pad, self._with_prompts = pad, with_prompts
@@ -246,7 +239,8 @@ class Collator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Returns input_ids, attention_mask and labels [B, T], and the documents' indices [B] as `document`.
 
-        For the method gkd, prompts and prompt_attention_mask replace `document`.
+        With prompts, the batch has prompts and prompt_attention_mask instead of `document`: TRL's GKDTrainer lets the
+        student answer them.
         """
         tokens = [torch.tensor(row["input_ids"]) for row in rows]
         prompts = [ids[: max(1, row["answer_start"])] for ids, row in zip(tokens, rows, strict=True)]
@@ -288,11 +282,10 @@ def teach(
     inputs: TrainingInputs, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress
 ) -> TrainingResult:
     """Trains the student, from the newest checkpoint in `inputs.out` if there is one, and writes it in float32 to the
-    folder `student`. With `inputs.blocks`, the student's matrices are rounded to Q4_1 (4-bit GGUF format), both during
-    the training and in the written files.
+    folder `student`.
 
-    `stop`: SIGTERM handler; at SIGTERM, saves a checkpoint and raises SystemExit (143). `folder`: run folder to which
-    losses are logged. Raises TrainingError on divergence, CacheError when the disk cannot be written.
+    At SIGTERM (`stop`), saves a checkpoint and raises SystemExit (143). `folder`: run folder to which losses are
+    logged. Raises TrainingError on divergence, CacheError when the disk cannot be written.
     """
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(inputs.start, dtype=torch.float32)
     if inputs.round_embedding:
@@ -335,8 +328,7 @@ def teach(
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """Deletes the checkpoints in the folder `out` that a killed run left incomplete. Returns the newest complete
-    checkpoint, or None if no checkpoint is complete."""
+    """Returns the newest complete checkpoint in the folder `out`, or None; deletes incomplete ones of a killed run."""
     complete: list[Path] = []
     for folder in out.glob("checkpoint-*"):
         if (folder / "trainer_state.json").is_file():  # TRL writes this file last
