@@ -2,7 +2,7 @@
 the text.
 
 The server may have generated a text with other tokens than its encoding. An encoded text is therefore used only if it
-has as many tokens as the server reports; otherwise the tokens are unknown, and the answer is left out and counted."""
+has as many tokens as the server reports; otherwise the tokens are unknown."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ class ServerAnswer:
 
 
 class AnswerReader:
-    """Converts a server's JSON answers to `ServerAnswer`. Uses the token ids that the server returned. Without them,
-    determines the ids with the model's tokenizer, from the reported token texts or from the answer's text."""
+    """Converts a server's JSON answers to `ServerAnswer`. Without token ids from the server, determines them with the
+    model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, tokenizer.end_token_id
         self._ids: dict[str, list[int]] | None = None
 
     def read(self, response: Any, has_stop: bool) -> ServerAnswer | None:
-        """Parses an API response, given as parsed JSON. Returns None if it is not a valid answer. `has_stop`: True if
-        the request had a stop string; only without one does the finish reason "stop" mean that the model generated an
-        end token."""
+        """Reads an API response, given as parsed JSON; returns None if it is not a valid answer. `has_stop`: True if
+        the request had a stop string, so that the finish reason "stop" need not mean an end token."""
         try:
             choice = response["choices"][0]
             message, usage = choice.get("message") or {}, response.get("usage") or {}

@@ -31,9 +31,8 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check of a server. `outcome`: "passed", "fault", "note" (unusual, but no fault), "not offered" (the
-    server lacks this feature) or "not judged" (too little data). `text`: sentence for the report; `figures`: its
-    numbers."""
+    """Result of one check of a server. Outcomes: "passed", "fault", "note" (unusual, but no fault), "not offered" (the
+    server lacks this feature) or "not judged" (too little data)."""
 
     check: str
     outcome: Outcome
@@ -43,8 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request, for prompt and answer: the true count and the one that the server reported. Also the
-    request's token limit and the answer's finish reason."""
+    """Token counts of one request, for prompt and answer: the true count, and the one that the server reported."""
 
     prompt: int
     prompt_reported: int | None
@@ -57,8 +55,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Two greedy answers to the same prompt: `whole` was generated without a stop string; `text` with the stop string
-    `stop`, so it should end right before `stop` would begin."""
+    """Two greedy answers to the same prompt: `whole` without a stop string, and `text` with the stop string `stop`."""
 
     stop: str
     whole: str
@@ -78,10 +75,10 @@ def sampled(
     groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0
 ) -> list[Finding]:
     """Checks that the server's sampled answers have the probabilities of the local model. Returns one finding per group
-    (answers with equal sampling settings), from the results `tests` of the statistical tests of these groups.
+    (answers with equal sampling settings), from the statistical tests of these groups.
 
-    `false_alarms`: probability that any of the tests finds a fault in an honest server; `tolerance`: rounding error of
-    the mean surprisal (-log p of a token), in nats. Both are used for the report's text only."""
+    `false_alarms` (probability that any test finds a fault in an honest server) and `tolerance` (rounding error of the
+    mean surprisal, in nats) are used for the report's text only."""
     findings = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]
@@ -121,9 +118,8 @@ def _meaning(test: Trial) -> str:
 
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
-    """Checks that no sampled token lies outside the top-p nucleus: the more probable tokens together must have a
-    probability below top-p. A total up to `allowed.mass` above top-p counts as rounding error. Returns one finding per
-    group with top-p below 1."""
+    """Checks that no sampled token lies outside the top-p nucleus; returns one finding per group with top-p below 1. A
+    total probability of up to `allowed.mass` above top-p counts as rounding error."""
     findings = []
     for group in (group for group in groups if group.top_p < 1 and group.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
@@ -137,9 +133,9 @@ def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
 
 
 def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
-    """Checks that every token of the server's greedy answers is the local model's most probable one, given the server's
-    tokens before it. A token whose logit is at most `tie` below the largest is no fault. `num_lost`: number of answers
-    whose tokens are unknown, for the report."""
+    """Checks that every token of the server's greedy answers is the local model's most probable one, given the tokens
+    before it. A token whose logit is at most `tie` below the largest is no fault. `num_lost`: number of answers with
+    unknown tokens, for the report."""
     draws = [draw for draw in draws if draw.tokens]
     if not draws:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
@@ -175,8 +171,8 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
 
 
 def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
-    """Checks that two answers to the same prompt with the same seed are equal. `pairs`: the texts of both answers.
-    Differences give a note, not a fault; without pairs, or if no pair is equal, the outcome is "not offered"."""
+    """Checks that two answers with the same prompt and seed are equal. Differences give a note, not a fault; without
+    pairs, or if no pair is equal, the outcome is "not offered"."""
     num_same = sum(one == other for one, other in pairs)
     figures = {"pairs": len(pairs), "same": num_same}
     if not pairs:
@@ -191,9 +187,8 @@ def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
 
 
 def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
-    """Checks the log-probabilities that the server reports against the local model's: the median of their absolute
-    differences must be at most `allowed` (in nats). `pairs`: (server's, local model's) for each token; fewer than 32
-    are not judged."""
+    """Checks the reported log-probabilities: the median of their absolute differences from the local model's must be at
+    most `allowed` nats. `pairs`: (server's, local model's) for each token; fewer than 32 are not judged."""
     if not pairs:
         return Finding("logprobs", "not offered", "the server tells no log-probabilities")
     if len(pairs) < LEAST_TOKENS:
@@ -212,11 +207,10 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 
 
 def stops(tried: Sequence[Stop]) -> Finding:
-    """Checks that the server ends an answer right before a stop string. `tried`: pairs of greedy answers to a prompt,
-    the first without and the second with a stop string.
+    """Checks that the server ends an answer right before a stop string.
 
-    A second answer that contains the stop string is a fault. One that equals the first up to the stop string passes, if
-    its finish reason is "stop". Other pairs are not counted: the second answer differed before the stop string."""
+    An answer that contains the stop string is a fault. One that equals the whole answer up to it passes, if its finish
+    reason is "stop". Answers that differ before the stop string are not counted."""
     wrong, num_kept = [], 0
     for stop in tried:
         if stop.stop in stop.text:
@@ -237,9 +231,8 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
-    """Checks the token counts that the server reports against the true ones. A wrong count is a fault, with one
-    exception: if the server itself encoded the prompts (`is_rendered_there`), a wrong prompt count is "not judged",
-    since the server may use another chat template."""
+    """Checks the token counts that the server reports. A wrong count is a fault. If the server encoded the prompts
+    (`is_rendered_there`), a wrong prompt count is "not judged": its chat template may be another."""
     reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
     if not reported:
@@ -266,8 +259,7 @@ def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
 
 
 def declared_lossy(num_lossy: int) -> list[Finding]:
-    """Returns a list with one fault if the server itself declared `num_lossy` answers as not lossless; [] if the number
-    is 0."""
+    """Returns a list with one fault if the server itself declared answers as not lossless, else []."""
     if not num_lossy:
         return []
     text = f"the server itself says of {num_lossy} answers that they are not lossless"

@@ -12,8 +12,7 @@ Precision = Literal["float32", "bfloat16", "quantised"]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest deviations that rounding errors cause on a server that really runs the model. The checks of an audit
-    ignore differences up to these limits."""
+    """Largest deviations that rounding errors cause on a server that runs the model; an audit ignores smaller ones."""
 
     nats: float
     """Error of the mean surprisal (-log of a token's probability), in nats."""
@@ -34,8 +33,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class AuditConfig(Checked):
-    """Options of an audit: which requests to send, and limits of the checks. Raises ConfigError if an option is
-    invalid."""
+    """Options of an audit: requests to send, and limits of the checks. Raises ConfigError if an option is invalid."""
 
     served_name: str | None = None
     """Name of the model on the server [default: the first that it lists]."""

@@ -58,8 +58,8 @@ class Request:
 
 @dataclass(slots=True)
 class Endpoint:
-    """One model on one server, and how to request answers from it. `kind`: form in which prompts are sent ("ids",
-    "text" or "chat"); `extras`: fields to add to every request. `determine_form` sets both."""
+    """One model on one server, and how to request answers from it. `kind`, the form in which prompts are sent, and
+    `extras`, the fields added to every request, are set by `determine_form`."""
 
     client: Client
     served_name: str
@@ -77,8 +77,7 @@ class Endpoint:
 
     def determine_form(self) -> None:
         """Find out, with test requests, in which form the server accepts prompts and which request fields it supports.
-        Stores this in `kind`, `extras`, `has_seeds`, `has_logprobs` and `gives_ids`. Raises ConfigError if the server
-        accepts no form or rejects the API key, DownloadError if it does not answer."""
+        Raises ConfigError if it accepts no form or rejects the API key, DownloadError if it does not answer."""
         probe, refused = Request(0, 1.0, 1), ""
         for self.kind in KINDS:
             for self.extras in EXTRAS:
@@ -107,9 +106,9 @@ class Endpoint:
         return prompt.text_ids if self.kind == "text" else prompt.ids
 
     def ask(self, requests: Sequence[Request], num_at_once: int) -> Iterator[tuple[Request, ServerAnswer | None]]:
-        """Send the requests, `num_at_once` at a time. Yields (request, answer) in the order of `requests`; the answer
-        is None if its request failed. Raises DownloadError if the server does not answer any more, ConfigError if it
-        rejects the API key."""
+        """Send the requests, `num_at_once` at a time. Yields (request, answer) in order; the answer is None if its
+        request failed. Raises DownloadError if the server does not answer any more, ConfigError if it rejects the API
+        key."""
         with ThreadPoolExecutor(num_at_once) as pool:
             futures = [pool.submit(self._post, request) for request in requests]
             try:

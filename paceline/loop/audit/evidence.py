@@ -47,8 +47,8 @@ Z95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Figures of one answer of T tokens under the local model: the probability of each token, given the text before it,
-    and figures of the distribution at its position. Arrays over the T tokens; logarithms are natural."""
+    """Figures of one answer of T tokens under the local model: of each token, given the text before it, and of the
+    distribution at its position. Logarithms are natural."""
 
     nll_T: Floats
     """-log of the token's probability under the request's distribution; inf if that is 0."""
@@ -103,9 +103,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of one statistical test of a group of sampled answers. The test averages a statistic of the tokens, such
-    as the surprisal (-log p of a token), over some token positions. It compares the result with the mean to be expected
-    from a server that samples from the model."""
+    """Result of one statistical test of a group of sampled answers. The test compares the mean of a statistic of the
+    tokens, such as the surprisal (-log p of a token), with the mean expected from an honest server."""
 
     group: str
     statistic: str
@@ -128,8 +127,7 @@ class Trial:
 
     @property
     def chance(self) -> float:
-        """Upper bound of the p-value: the probability that an honest server, by chance, gives at least as strong
-        evidence of a fault."""
+        """Upper bound of the p-value: the probability that an honest server gives at least as strong evidence."""
         return min(1.0, math.exp(-max(self.log_evidence, 0.0)))
 
 
@@ -187,8 +185,8 @@ def _join(columns: Sequence[_Column]) -> _Column:
 
 
 def buckets(longest: int) -> list[tuple[int, int]]:
-    """Splits the token positions 0 to `longest` - 1 into ranges that double in length. Returns (first, last) of each
-    range, both included: (0, 0), (1, 1), (2, 3), (4, 7), ..."""
+    """Splits the token positions 0 to `longest` - 1 into ranges (first, last) that double in length: (0, 0), (1, 1),
+    (2, 3), (4, 7), ..."""
     ranges, first = [(0, 0)], 1
     while first < longest:
         ranges.append((first, min(2 * first, longest) - 1))
@@ -197,12 +195,12 @@ def buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tests_of(group: Group, tolerance: float) -> list[Trial]:
-    """Runs all statistical tests on the answers of a group: the surprisal (-log p of a token) over all token positions
-    and over ranges of them; how often the most probable token and rare tokens were sampled; how often two answers to a
-    prompt are equal. Returns [] without known tokens.
+    """Runs all statistical tests on the answers of a group; returns [] without known tokens. `is_fault` of the results
+    is not set yet, see `judged`.
 
-    The results do not say yet which tests found a fault: `judged` sets `is_fault`. `tolerance`: rounding error of the
-    mean surprisal, in nats."""
+    The tests: surprisal (-log p of a token) over all token positions and over ranges of them; frequency of the most
+    probable token and of rare ones; frequency of equal answers. `tolerance`: rounding error of the mean surprisal, in
+    nats."""
     draws = [draw for draw in group.draws if len(draw.tokens)]
     if not draws:
         return []
@@ -225,11 +223,11 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
 
 
 def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
-    """Estimates the smallest shift of the mean surprisal (-log p of a token), in nats, that a test would probably
-    detect. Uses a normal approximation, with the standard error given by the confidence interval of `test`.
+    """Estimates the smallest shift of the mean surprisal (-log p of a token), in nats, that a test would detect.
 
-    `num_tests`: number of all tests of the audit (the more tests, the larger the result); `tolerance`: rounding error
-    of the mean surprisal, in nats; `false_alarms`: probability that any test finds a fault in an honest server."""
+    Normal approximation, with the standard error of `test`. `num_tests`: number of all tests of the audit; `tolerance`:
+    rounding error of the mean surprisal, in nats; `false_alarms`: probability that any test finds a fault in an honest
+    server."""
     deviation = (test.high - test.low) / (2 * Z95)
     return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
 
@@ -258,11 +256,11 @@ def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
 
 
 def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:
-    """Runs all statistical tests on all groups of sampled answers. Returns the tests' results; `is_fault` is set in
-    those that are too improbable for an honest server.
+    """Runs all statistical tests on all groups of sampled answers, and sets `is_fault` in the results that are too
+    improbable for an honest server.
 
     `tolerance`: rounding error of the mean surprisal (-log p of a token), in nats. `false_alarms`: probability that any
-    of the tests finds a fault in an honest server; each test gets an equal share of it (Bonferroni)."""
+    test finds a fault in an honest server; each test gets an equal share of it (Bonferroni)."""
     tests = [test for group in groups for test in tests_of(group, tolerance)]
     limit = math.log(len(tests) / false_alarms) if tests else math.inf
     return [replace(test, is_fault=test.log_evidence >= limit) for test in tests]

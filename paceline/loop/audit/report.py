@@ -48,12 +48,10 @@ def write_report(
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Writes a run folder with the results of an audit and its HTML report, and shows the findings through `progress`.
-    Returns the run folder.
+    """Writes a run folder with the results of an audit and its report, and returns it; prints the findings.
 
-    `groups`: sampled answers by sampling settings; `tests`: statistical tests of them; `settings`: values shown in the
-    report and written to config.json, among them "url" (the server) and "model" (which it should run); `key`: API key,
-    masked in the files; `out`: folder to write to [default: a new one]."""
+    `settings`: values shown in the report and written to config.json, among them "url" (the server) and "model" (which
+    it should run); `key`: API key, masked in the files; `out`: the run folder [default: a new one]."""
     run = RunFolder.create("audit", settings, out)
     if key:
         for name in ("config.json", "command.txt"):

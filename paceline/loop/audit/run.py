@@ -43,8 +43,7 @@ Answers = list[tuple[Request, ServerAnswer | None]]
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """Result of an audit. `verdict`: "honest", "faulty" or "unsure"; `findings` and `tests`: the checks and the
-    statistical tests that led to it; `run`: folder with the report."""
+    """Result of an audit: the verdict, with the results of the checks and of the statistical tests."""
 
     verdict: Verdict
     findings: list[Finding]
@@ -61,8 +60,7 @@ class Audited:
 
 @dataclass(slots=True)
 class Auditor:
-    """An audit in progress: requests answers from the server, and computes with the local model how probable their
-    tokens are."""
+    """An audit in progress: requests answers, and computes with the local model how probable their tokens are."""
 
     llm: LLM
     endpoint: Endpoint
@@ -73,9 +71,8 @@ class Auditor:
     """(log-probability from the server, from the local model) per token."""
 
     def sampled(self, name: str, temperature: float, top_p: float = 1.0, seeds: Sequence[int] = ()) -> Group:
-        """Request answers sampled with these settings: one for each seed in `seeds`, or `config.answers` answers
-        without a seed if `seeds` is empty. Returns them as a group called `name`, with the probabilities of their
-        tokens under the local model."""
+        """Request answers sampled with these settings, and return them as a group called `name`, with the probabilities
+        of their tokens. Requests one answer per seed, or `config.answers` answers if `seeds` is empty."""
         with_logprobs = self.endpoint.has_logprobs and not self.endpoint.gives_ids
         first = Request(0, temperature, self.config.max_tokens, top_p, logprobs=with_logprobs)
         requests = [
@@ -87,9 +84,9 @@ class Auditor:
         return Group(name, temperature, top_p, self.scored(answers, temperature, top_p), num_lost)
 
     def ask(self, what: str, requests: Sequence[Request]) -> Answers:
-        """Send the requests to the server. Returns (request, answer) pairs in the order of `requests`; the answer is
-        None if its request failed. Token counts of answers, true and as reported by the server, are added to `usage`,
-        except for requests with a stop string. `what`: name in the progress bar."""
+        """Send the requests to the server. Returns (request, answer) pairs in order; the answer is None if its request
+        failed. Adds the token counts to `usage`, except those of requests with a stop string. `what`: name in the
+        progress bar."""
         answers: Answers = []
         with self.progress.bar(what, len(requests)) as advance:
             for request, answer in self.endpoint.ask(requests, self.config.concurrency):
@@ -109,9 +106,8 @@ class Auditor:
         )
 
     def scored(self, answers: Answers, temperature: float, top_p: float = 1.0) -> list[Draw]:
-        """Compute how probable the tokens of these answers are under the local model. `temperature`, `top_p`: settings
-        with which the server sampled them. Returns one `Draw` per answer, sorted by prompt; failed answers and those
-        with unknown tokens are left out."""
+        """Compute how probable the tokens of these answers are under the local model, given their sampling settings.
+        Returns one `Draw` per answer with known tokens, sorted by prompt."""
         by_prompt: dict[int, list[ServerAnswer]] = defaultdict(list)
         for request, answer in answers:
             if answer is not None and answer.token_ids:
@@ -132,9 +128,8 @@ class Auditor:
         return draws
 
     def greedy(self) -> tuple[Finding, Finding]:
-        """Request one greedy answer per prompt and check that each token is the local model's most probable one. Then
-        request some of them again with a stop string and check that they end before it. Returns (finding on the tokens,
-        finding on the stop strings)."""
+        """Request one greedy answer per prompt, and some of them again with a stop string. Returns (finding on their
+        tokens, finding on the stop strings)."""
         requests = [Request(index, 0.0, self.config.greedy_tokens) for index in range(len(self.endpoint.prompts))]
         answers = self.ask("greedy", requests)
         lost = [place for place, (_, answer) in enumerate(answers) if not _is_known(answer)]
@@ -160,9 +155,8 @@ class Auditor:
         return checks.stops(tried)
 
     def seeded(self) -> tuple[Group | None, Finding]:
-        """Request two kinds of answers with seeds; returns (group, finding). The group has one answer for each of up to
-        48 seeds; None if the server does not support seeds. For the finding, two more answers are requested for each of
-        the first eight seeds; it says how many of these pairs are equal."""
+        """Request answers with seeds; returns (group of one answer per seed, finding on repeated seeds). The group is
+        None if the server does not support seeds. For the finding, the first eight seeds are used twice more."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         seeds = range(1000, 1000 + min(SEEDED, self.config.answers))
@@ -197,15 +191,14 @@ def audit(
     out: str | Path | None = None,
     progress: Progress = SILENT,
 ) -> Audited:
-    """Audits whether the server at `url` samples its answers from the model `engine.model`. Returns the verdict with
-    its evidence, and writes a report.
+    """Audits whether the server at `url` samples its answers from the model `engine.model`; writes a report.
 
     `prompts`: file or data set of prompts [default: built-in prompts]; `limit`: their maximum number; `key`: API key of
     the server; `out`: folder for the report [default: a new one].
 
-    Raises DownloadError if the server does not answer, ConfigError if it rejects the requests, ModelNotFoundError if it
-    does not have the model. Raises PromptError if all prompts are too long, and ModelNotFoundError, ModelFileError or
-    UnsupportedModelError if `engine.model` cannot be loaded."""
+    Raises DownloadError if the server does not answer, ConfigError if it rejects the requests, PromptError if all
+    prompts are too long. Raises ModelNotFoundError if the server does not have the model; also ModelNotFoundError,
+    ModelFileError or UnsupportedModelError if `engine.model` cannot be loaded."""
     config = config or AuditConfig()
     check_own(out, "audit")
     with contextlib.closing(Client(url, key, config.timeout_s, "URL")) as client:
@@ -259,9 +252,11 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
 
 
 def audit_prompt(llm: LLM, prompt: Prompt) -> AuditPrompt:
-    """Converts a prompt to the forms that a server may accept: token ids, text and chat messages. The result's
-    `messages` is None if the prompt must not be sent as chat: the tokenizer has no chat template, or the prompt needs
-    tools or template variables. Without a chat template the token ids are those of the first user message alone."""
+    """Converts a prompt to the forms that a server may accept: token ids, text and chat messages.
+
+    `messages` is None without a chat template, and if the prompt needs tools or template variables. Without a chat
+    template, the token ids are those of the first user message alone.
+    """
     messages = prompt.messages or None
     if prompt.token_ids:
         ids = list(prompt.token_ids)
@@ -283,8 +278,8 @@ def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def stop_in(text: str) -> str | None:
-    """Chooses a stop string for an answer: up to five characters from the middle of its `text`. Returns None if these
-    characters cannot be a stop string, for example because the answer already begins with them."""
+    """Returns up to five characters from the middle of an answer as a stop string; None if they cannot be one, for
+    example because the answer begins with them."""
     middle = text[len(text) // 2 :][:STOP_CHARACTERS].strip()
     return middle if len(middle) > 1 and "\ufffd" not in middle and text.index(middle) > 0 else None
 

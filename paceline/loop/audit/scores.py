@@ -33,12 +33,10 @@ def logits_of(reader: ForcedReader, prompt_ids: Sequence[int], tokens: Sequence[
 def scores_of(
     logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0
 ) -> Scores:
-    """Computes `Scores` of one answer of T tokens: the probability of each token, and figures of the distribution that
-    it was sampled from, such as the entropy. `logits_TV`: logits [T, V] that predict the answer's tokens;
-    `temperature`, `top_p`: settings of the sampling.
+    """Computes the `Scores` of one answer of T tokens from the logits that predict them and its sampling settings.
 
     `tie`: another token counts as more probable only if its logit is larger by more than this. At temperature 0 only
-    `gap_T` (largest logit minus the token's) and `logprob_T` are meaningful."""
+    `gap_T` and `logprob_T` are meaningful."""
     rows = max(1, LOGITS // logits_TV.shape[1])
     parts = [
         _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)
