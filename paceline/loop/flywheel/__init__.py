@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 
 def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnResult:
-    """Runs one iteration (turn) of the flywheel, stage by stage: it distils the served model into a student, and trains
-    drafters for both. Skips finished stages and resumes a killed stage.
+    """Runs one iteration (turn) of the flywheel: distils the served model into a student, and trains drafters for both.
+    Skips finished stages and resumes a killed stage.
 
-    If a gate (minimum quality) refuses the student, `passed` of the result is False and the served model does not
-    change. The served model does not change either if a stage raises an error. PromptError: too few answers or eval
-    cases, too many bad answers, or the user's own suite overlaps with training data. JudgeError: the judge of the evals
-    fails. TrainingError: a training diverges. ConfigError: the iteration was started with other settings, or there are
-    neither recorded answers nor prompts.
+    The served model changes only if the student passes every gate (minimum quality) and no stage raises an error.
+    PromptError: too few answers or eval cases, too many bad answers, or the user's own suite overlaps with training
+    data. JudgeError: the judge of the evals fails. TrainingError: a training diverges. ConfigError: the iteration was
+    started with other settings, or there are neither recorded answers nor prompts.
     """
     from paceline.loop.flywheel.run import run
 
@@ -36,8 +35,8 @@ def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnRes
 
 
 def price(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnPrice:
-    """Estimates minutes, tokens, disk space and cost of each stage of the flywheel's iteration (turn) in progress, or
-    of the next one if none is in progress. Finished stages cost nothing. Writes no files."""
+    """Estimates minutes, tokens, disk space and cost of each stage of the current or next iteration (turn). Finished
+    stages cost nothing. Writes no files."""
     from paceline.loop.flywheel.pricing import price_of
 
     return price_of(config, progress or Progress())

@@ -23,9 +23,7 @@ UNUSABLE = ("without a prompt", "of which the answer's tokens are not known", "o
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Size of the dataset store (recorded answers) of one iteration (turn) of the flywheel: number of training rows,
-    and the lengths in tokens of the longest prompt, of the longest answer, and of the longest row (prompt plus
-    answer)."""
+    """Size of the dataset store (recorded answers) of one iteration (turn); lengths are in tokens."""
 
     rows: int
     """Number of rows in the training split."""
@@ -38,13 +36,9 @@ class Contents:
 def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> Contents:
     """Checks the answers in a dataset store; returns the store's size.
 
-    Raises PromptError if the share of bad answers exceeds `gates.most_bad`. A bad answer is empty, repeats itself, or
-    has tokens that differ from its text. The message counts bad answers by reason. Also raises PromptError if the
-    training split has fewer than `gates.least_rows` answers.
-
-    `left_out`: reason -> number of rows that were dropped when the store was built. Rows without a prompt, without
-    known answer tokens, or of another vocabulary count as bad answers, too; other dropped rows, such as duplicates, do
-    not.
+    Raises PromptError if there are too few answers to train on (`gates.least_rows`), or too many bad ones
+    (`gates.most_bad`). A bad answer is empty, repeats itself, or has tokens that differ from its text. `left_out`:
+    reason -> number of rows dropped when the store was built; those in UNUSABLE count as bad answers, too.
     """
     tokenizer = store.tokenizer()
     bad = Counter({reason: left_out[reason] for reason in UNUSABLE if left_out.get(reason)})
@@ -86,8 +80,8 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
 
 
 def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
-    """Raises PromptError if a question of the user's suite nearly equals a prompt in the training split of any of the
-    stores. `source`: file of the suite, for the message."""
+    """Raises PromptError if a question of the user's suite nearly equals a training prompt of any of the stores.
+    `source`: file of the suite, for the message."""
     for path in stores:
         if leaks := leaking(suite, Store.open(path)):
             raise PromptError(
@@ -98,8 +92,8 @@ def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
 
 
 def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | None:
-    """Returns the suite without the cases whose questions nearly equal a prompt in the training split of any of the
-    stores; None if no case remains. Counts the removed cases in `dropped`."""
+    """Returns the suite without the cases whose questions nearly equal a training prompt of any of the stores; None if
+    no case remains. Counts the removed cases in `dropped`."""
     leaks = dict.fromkeys(name for path in stores for name in leaking(suite, Store.open(path)))
     for name in leaks:
         dropped.add("that models here were or will be trained on", name)
@@ -108,10 +102,8 @@ def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | Non
 
 
 def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suite:
-    """Returns the suite unchanged. Raises PromptError if it is None or has fewer than `gates.least_cases` cases.
-
-    `dropped`: cases that were removed from the suite earlier, listed in the message.
-    """
+    """Returns the suite. Raises PromptError if it is None or has fewer than `gates.least_cases` cases. `dropped`:
+    cases removed earlier, for the message."""
     number = len(suite) if suite else 0
     counts = f" ({dropped})" if dropped else ""
     if suite is None or number < gates.least_cases:
@@ -123,8 +115,8 @@ def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suit
 
 
 def check_judge(config: JudgeConfig) -> None:
-    """Sends the judge one trivial comparison. Raises JudgeError if it is down or prefers the wrong answer, ConfigError
-    if `config` has no address."""
+    """Sends the judge a trivial comparison. Raises JudgeError if it is down or prefers the wrong answer, ConfigError
+    without an address."""
     if config.url is None:
         raise ConfigError("these evals need a judge: give judge: {url: http://HOST:PORT}")
     try:

@@ -31,8 +31,7 @@ OF_STUDENT, OF_DRAFTER = 0.5, 0.25
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig(Checked):
-    """Training settings of the two drafters of an iteration (turn): one for the served model, one for the student. Most
-    fields are options of `paceline train`."""
+    """Training settings of the two drafters of an iteration (turn): for the served model, and for the student."""
 
     of_teacher: bool = True
     """Also train a drafter for the model that serves now, which can be served even if the student is refused."""
@@ -56,8 +55,7 @@ class DrafterConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class TurnGates(Checked):
-    """Conditions under which an iteration (turn) of the flywheel continues: minimum numbers of answers and eval cases,
-    maximum share of bad answers, how far the student's eval score may fall, and minimum speed-up by a drafter."""
+    """Conditions under which an iteration (turn) of the flywheel continues."""
 
     least_rows: Count = 50
     """Minimum number of answers to train on."""
@@ -144,26 +142,20 @@ class FlywheelConfig:
         return name in self.given
 
     def student_of(self, turn: int) -> StudentConfig:
-        """Returns the settings of the student of iteration (turn) `turn`, counted from 1. They are `self.student`, with
-        the number of layers that `self.layers` gives for this iteration, if any."""
+        """Returns the settings of the student of iteration (turn) `turn`, counted from 1, with its number of layers."""
         return replace(self.student, layers=self.layers[turn - 1]) if turn <= len(self.layers) else self.student
 
     @property
     def student_teaching(self) -> TeachingConfig:
-        """Settings of the student's training. If they set no minutes, steps or epochs, the student trains for half of
-        `self.minutes`, the training time of an iteration (turn)."""
+        """Settings of the student's training; without minutes, steps or epochs, it trains for half of `minutes`."""
         teaching = self.teaching
         has_length = (teaching.minutes, teaching.max_steps, teaching.epochs) != (None, None, None)
         return teaching if has_length else replace(teaching, minutes=OF_STUDENT * self.minutes)
 
     @property
     def drafter_minutes(self) -> float | None:
-        """Minutes for each drafter, including the generation of its training answers:
-
-        - `drafter.minutes`, if it is set;
-        - else None, if `drafter.loop` limits the training;
-        - else a quarter of `self.minutes`.
-        """
+        """Minutes for each drafter, including the generation of its training answers; by default a quarter of
+        `minutes`. None if `drafter.loop` limits the training instead."""
         drafter = self.drafter
         return drafter.minutes if drafter.has_length else OF_DRAFTER * self.minutes
 
@@ -173,8 +165,7 @@ FREE = ("minutes", "price_per_core_hour", "gates", "student_gate", "given")
 
 
 def read_config(file: Path) -> FlywheelConfig:
-    """Reads flywheel.yaml. Raises ConfigError naming the file if it is unreadable or has an unknown name or invalid
-    value."""
+    """Reads flywheel.yaml. Raises ConfigError if it is unreadable or has an unknown name or invalid value."""
     tree = read_settings(file, FlywheelConfig, f"give a {FILE}, as docs/how-to/smaller-model.md shows one")
     for name, usual in (("evals", {"limit": 200}), ("sampling", {"at_once": 1})):
         if name in tree:

@@ -24,20 +24,19 @@ KEYS = {"turn": int, "what": str, "state": str}
 
 
 def append(out: Path, line: Line) -> None:
-    """Appends a line (the figures of a measured model, or the reason for a refusal) to ledger.jsonl in the flywheel's
-    folder `out`, and adds the current time to it. Raises CacheError when the disk cannot be written."""
+    """Appends a line with the current time to ledger.jsonl in the flywheel's folder `out`. Raises CacheError when the
+    disk cannot be written."""
     timed = plain({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line})
     with reraised(CacheError, f"cannot write {out / LEDGER}", "free space, then run the same command", OSError):
         append_lines(out / LEDGER, [timed])
 
 
 def read(out: Path) -> list[Line]:
-    """Returns the lines of ledger.jsonl (measured and refused models) in the flywheel's folder `out`, oldest first.
-    Raises ConfigError on a damaged line.
+    """Returns the lines of ledger.jsonl in the flywheel's folder `out`, oldest first. Raises ConfigError on a damaged
+    line.
 
-    A stage that was killed after writing a line writes it again when it is resumed. Therefore, lines with the state
-    "measured" or "kept" (accepted) may be duplicates: only the last one for each model and iteration (turn) is
-    returned. All other lines, such as refusals, are returned.
+    A killed stage writes its line again when it is resumed. Of lines with the state "measured" or "kept" (accepted),
+    only the last one for each model and iteration (turn) is therefore returned.
     """
     lines = dict[Any, Line]()
     for number, line in enumerate(checked_lines(out / LEDGER, KEYS)):
@@ -46,8 +45,7 @@ def read(out: Path) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """Returns lines of the ledger as a table for display; its notes list the models' paths and the reasons of
-    refusals."""
+    """Returns lines of the ledger as a table; its notes list the models' paths and the reasons of refusals."""
     columns = [
         Column("turn", lambda line: line["turn"], align="right"),
         Column("what", lambda line: line["what"]),

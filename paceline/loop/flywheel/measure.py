@@ -1,5 +1,4 @@
-"""Runs the eval suites of an iteration (turn) of the flywheel on models, for its gates (limits of score and speed) and
-its ledger."""
+"""Runs the eval suites of an iteration (turn) of the flywheel on models, for its gates and its ledger."""
 
 from __future__ import annotations
 
@@ -32,12 +31,9 @@ class Bench:
     suites: dict[str, Path] = field(default_factory=dict)
 
     def scores(self, what: str, model: str, drafter: str = NO_DRAFTER, suite: str = OWN) -> Scores:
-        """Runs an eval suite on a model, with or without a drafter; writes the run folder evals/<what> of this
-        iteration (turn). `what`: name of the measured model. `suite`: key of `suites`: "suite" for this iteration's
-        suite, "first-suite" for the first iteration's.
+        """Runs an eval suite on a model, with or without a drafter; writes the run folder evals/<what>.
 
-        Raises ConfigError, PromptError, JudgeError or SandboxError if the suite cannot be run, and ModelNotFoundError,
-        ModelFileError or UnsupportedModelError if the model cannot be loaded.
+        `suite`: key of `suites`. Raises the errors of `paceline.loop.evals.run.evaluate`.
         """
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling
@@ -48,8 +44,7 @@ class Bench:
         return evaluate(self.suites[suite], engine, config, out=out, progress=self.progress).scores
 
     def compared(self, what: str, scores: Scores, base: str) -> Comparison:
-        """Compares `scores` with those of an earlier eval of this iteration (turn), and prints the difference. `what`:
-        name of the model that has `scores`. `base`: name of the earlier run folder in evals/."""
+        """Compares `scores`, of the model called `what`, with the earlier run evals/<base>; prints the difference."""
         comparison = compare(read_scores(self.folder / "evals" / base), scores)
         same = f"{comparison.same_text} of {comparison.cases} answers the same"
         self.progress.say(f"{what} compared with {base}: {comparison}, {same}")
@@ -58,12 +53,11 @@ class Bench:
     def compared_with_first(
         self, what: str, model: str, own: Scores, first_run: Path
     ) -> tuple[Scores, Comparison] | None:
-        """Scores a model on the suite of the first iteration (turn), and compares it with the model that the flywheel
-        started with. Returns (scores, comparison). Returns None in the first iteration, and if all cases of the suite
-        occur in training data.
+        """Scores a model on the first iteration's suite, and compares it with the model that the flywheel started with.
 
-        `what`: name of the scored model in run folders. `own`: its scores on this iteration's suite, reused if this
-        suite equals the first one. `first_run`: run folder with the scores of the model that the flywheel started with.
+        Returns (scores, comparison); None without such a suite. `what`: name of the scored model in run folders. `own`:
+        its scores on this iteration's suite, reused if the suites are equal. `first_run`: run folder of the first
+        model.
         """
         if FIRST not in self.suites:
             return None
@@ -75,9 +69,8 @@ class Bench:
         return scores, compare(replace(before, cases=common, digest=scores.digest), scores)
 
     def figures(self, scores: Scores) -> dict[str, Any]:
-        """Returns the part of these scores that the ledger records, as a dict with the keys "score", "interval",
-        "cases", "p50_s", "tokens_per_s", "core_s_per_1000", "lossless" and "price_per_1000". The last one is the cost
-        of 1,000 answers, None if no price is set."""
+        """Returns the figures of these scores that the ledger records, by name. "price_per_1000", the cost of 1,000
+        answers, is None if no price is set."""
         line, price = scores.as_line(), self.config.price_per_core_hour
         core_s = line["core_s_per_1000"]
         names = ("score", "interval", "cases", "p50_s", "tokens_per_s", "core_s_per_1000", "lossless")
@@ -86,17 +79,17 @@ class Bench:
 
 
 def lost(comparison: Comparison, most: float) -> str | None:
-    """Returns a reason to refuse a student if a loss of more than `most` cannot be ruled out, that is, if the 95%
-    interval of the change of its mean score (0 to 1) begins below -`most`; else None."""
+    """Returns a reason to refuse a student if the 95% interval of the change of its score begins below -`most`, else
+    None."""
     loss = comparison.loss_above(most)
     return f"evals: {loss}" if loss else None
 
 
 def slower(alone: Scores, drafted: Scores, comparison: Comparison, least: float, is_greedy: bool) -> str | None:
-    """Returns a reason not to serve a drafter, or None. There are two reasons: an answer changed although sampling is
-    greedy (`is_greedy`), or tokens/s with the drafter are less than `least` times those without it.
+    """Returns a reason not to serve a drafter, or None. A reason is an answer that changed although sampling is greedy,
+    or less than `least` times the tokens/s without it.
 
-    `alone`, `drafted`: scores of the model without and with the drafter. `comparison`: comparison of the two.
+    `alone`, `drafted`: scores of the model without and with the drafter. `comparison`: of the two.
     """
     if is_greedy and comparison.same_text < comparison.cases:
         return f"{comparison.cases - comparison.same_text} of {comparison.cases} answers differ from those without it"

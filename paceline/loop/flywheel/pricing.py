@@ -47,8 +47,7 @@ DEFAULT_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Number and mean length of the answers that an iteration (turn) of the flywheel starts from, whether they are
-    recorded or still to be generated."""
+    """Number and mean length of the answers that an iteration (turn) starts from."""
 
     rows: int
     prompt_tokens: float
@@ -73,8 +72,7 @@ class StagePrice:
 
 @dataclass(frozen=True, slots=True)
 class TurnPrice:
-    """Estimated minutes, tokens, disk space and cost of an iteration (turn) of the flywheel, stage by stage; a finished
-    stage costs nothing."""
+    """Estimated minutes, tokens, disk space and cost of an iteration (turn) of the flywheel, stage by stage."""
 
     turn: int
     model: str
@@ -88,8 +86,7 @@ class TurnPrice:
         return sum(each.minutes for each in self.stages)
 
     def money(self, minutes: float) -> float | None:
-        """Returns the cost of this many minutes on all threads of the machine, from `price_per_core_hour`, the price of
-        one thread for an hour. None if no price is set."""
+        """Returns the cost of this many minutes on all threads of the machine; None if no price is set."""
         return None if self.price_per_core_hour is None else minutes / 60 * self.threads * self.price_per_core_hour
 
     def as_json(self) -> dict[str, Any]:
@@ -126,8 +123,7 @@ class TurnPrice:
 
 
 def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
-    """Estimates minutes, tokens and disk space of each stage of the flywheel's iteration (turn) in progress, or of the
-    next one if none is in progress. Implements `paceline.loop.flywheel.price`."""
+    """Estimates each stage of the current or next iteration (turn); implements `paceline.loop.flywheel.price`."""
     turn = open_turn(config, progress)
     notes: list[str] = []
     material = _material(turn)

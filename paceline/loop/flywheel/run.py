@@ -1,9 +1,7 @@
-"""Runs an iteration (turn) of the flywheel: executes the stages of stages.py and stores the result of each finished
-stage.
+"""Runs an iteration (turn) of the flywheel: the stages of stages.py, whose results are stored.
 
-The file serving.json names the served model; it is replaced atomically at the end, if every gate (minimum quality of
-the student) passes. An error or a refusal ends the iteration before that. The same command resumes at the first
-unfinished stage.
+The file serving.json names the served model. It is replaced atomically at the end; an error or a refusal by a gate
+(minimum quality of the student) ends the iteration before that. The same command resumes at the first unfinished stage.
 """
 
 from __future__ import annotations
@@ -57,9 +55,10 @@ class TurnResult:
 
 
 def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
-    """Returns the iteration (turn) of the flywheel that is in progress in the folder `config.out`; if none is, the next
-    one. Raises ConfigError if the iteration in progress was started with other settings, or its dataset store has
-    changed since."""
+    """Returns the iteration (turn) that is in progress in the folder `config.out`, or else the next one.
+
+    Raises ConfigError if it was started with other settings, or its dataset store has changed since.
+    """
     serving = serving_of(config)
     number = serving.turn + 1
     folder = turn_folder(config, number)
@@ -75,8 +74,7 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
 
 
 def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
-    """Runs or resumes one iteration (turn) of the flywheel. If the student passes all gates (minimum quality),
-    serving.json names it as the served model. Implements `paceline.loop.flywheel.turn`."""
+    """Runs or resumes one iteration (turn); implements `paceline.loop.flywheel.turn`."""
     if find_spec("trl") is None:
         raise ConfigError("a turn distils with Transformers and TRL: pip install 'paceline[distill]'")
     with only_run(config.out, "turning the flywheel", Ranks(), progress.say):

@@ -45,8 +45,7 @@ StageResult = dict[str, Any]
 
 
 class Refused(Exception):
-    """Raised if the student fails a gate (minimum quality). It ends the iteration (turn) of the flywheel; the served
-    model does not change."""
+    """Raised if the student fails a gate (minimum quality); ends the iteration (turn) of the flywheel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,7 @@ class Turn:
     progress: Progress
 
     def of(self, stage: str) -> StageResult:
-        """Returns the stored result of a finished stage: the dict that the stage's function returned. `stage`: name of
-        the stage, a key of STAGES."""
+        """Returns the stored result of a finished stage. `stage`: a key of STAGES."""
         return self.state.stages[stage]
 
     @property
@@ -85,15 +83,14 @@ class Turn:
 
     @property
     def earlier_stores(self) -> list[Path]:
-        """Folders of the dataset stores of all earlier iterations (turns); their students and drafters were trained on
-        these."""
+        """Folders of the dataset stores of all earlier iterations (turns), on which their models were trained."""
         states = [TurnState.read(turn_folder(self.config, number)) for number in range(1, self.number)]
         return [Path(each.stages["store"]["store"]) for each in states if "store" in each.stages]
 
     @property
     def max_len(self) -> int:
-        """Default of the maximum length of a training document (prompt plus answer), in tokens: the length of the
-        longest document in the dataset store, but at least 1024 and at most 4096."""
+        """Default length limit of a training document (prompt plus answer), in tokens: that of the longest in the
+        dataset store, but at least 1024 and at most 4096."""
         return min(max(USUAL_LEN, self.of("store")["longest"]), MOST_LEN)
 
     def line(self, what: str, state: str, **more: Any) -> None:
@@ -101,10 +98,10 @@ class Turn:
 
 
 def record(turn: Turn) -> StageResult:
-    """Finds the recorded answers of the served model; if nothing was recorded, generates answers to the configured
-    prompts. Returns the answers' folders as "sources" and, if they were generated, the numbers "answers" and "tokens".
+    """Finds the recorded answers of the served model; if there are none, generates answers to the configured prompts.
 
-    Raises ConfigError if there are neither recorded answers nor prompts.
+    Returns the answers' folders as "sources" and, if they were generated, the numbers "answers" and "tokens". Raises
+    ConfigError if there are neither recorded answers nor prompts.
     """
     config = turn.config
     if turn.recorded:
@@ -160,9 +157,8 @@ def evals(turn: Turn) -> StageResult:
     """Makes the eval suite of this iteration (turn) and runs it on the served model. From the second iteration on, also
     writes the first iteration's suite, without cases that occur in training data.
 
-    Keys of the result: "suites" (a dict: suite name -> file), "cases" (number of cases of this iteration's suite),
-    "score" (the model's mean score). Raises JudgeError if the judge fails, and PromptError if there are too few cases
-    or if the user's own suite contains training data.
+    Keys of the result: "suites" (suite name -> file), "cases" (their number), "score" (the model's mean score). Raises
+    JudgeError if the judge fails, PromptError if there are too few cases or the user's suite contains training data.
     """
     config, own = turn.config, turn.store
     trained = [*turn.earlier_stores, own.path]
@@ -190,8 +186,7 @@ def evals(turn: Turn) -> StageResult:
 
 
 def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
-    """Writes the first iteration's suite without contaminated cases; returns {FIRST: file}, or {} if no case
-    remains."""
+    """Writes the first iteration's suite without contaminated cases; returns {FIRST: file}, or {} without a case."""
     dropped = Dropped()
     first = checks.apart(read_suite(turn_folder(turn.config, 1) / "suite.jsonl"), trained, dropped)
     if dropped:
@@ -205,11 +200,11 @@ def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
 
 
 def drafter(turn: Turn) -> StageResult:
-    """Trains a drafter for the served model on that model's answers, initialised from the served drafter if there is
-    one. Runs the evals with the new drafter; refuses it if it changes a greedy answer or is too slow.
+    """Trains a drafter for the served model on that model's answers, starting from the served drafter if there is one.
+    Runs the evals with the new drafter; refuses it if it changes a greedy answer or is too slow.
 
-    Keys of the result: "trained" (the new drafter's folder), "drafter" (the same folder if the drafter is accepted,
-    else "none"), "why" (reason of the refusal, or None). If `drafter.of_teacher` is off, trains nothing; the result is
+    Keys of the result: "trained" (the new drafter's folder), "drafter" (the same folder if it is accepted, else
+    "none"), "why" (reason of the refusal, or None). If `drafter.of_teacher` is off, trains nothing and returns
     {"drafter": "none"}.
     """
     if not turn.config.drafter.of_teacher:
@@ -223,9 +218,8 @@ def drafter(turn: Turn) -> StageResult:
 def student(turn: Turn) -> StageResult:
     """Distils the student from the served model's answers.
 
-    Keys of the result: "student" (path of its folder or GGUF file), "layers" (indices of the copied teacher layers),
-    "weights" (numbers of weights, a dict with "teacher" and "student"), "steps" (number of training steps), "reason"
-    (the gates' findings). Raises Refused if the student fails a gate (minimum quality), TrainingError if its training
+    Keys of the result: "student" (path of its folder or GGUF file), and "layers", "weights", "steps" and "reason" of
+    `DistillResult`. Raises Refused if the student fails a gate (minimum quality), TrainingError if its training
     diverges.
     """
     config, teaching = turn.config, turn.config.student_teaching
@@ -254,12 +248,9 @@ def student_evals(turn: Turn) -> StageResult:
     """Runs the evals on the student and compares it with its teacher; from the second iteration (turn) on, also with
     the model that the flywheel started with.
 
-    Keys of the result: the keys of `Bench.figures`, "difference" (the student's mean score minus the teacher's) and
-    "difference_interval" (its 95% interval). If the first iteration's suite was run, also the student's mean score on
-    it, "first_score", with the interval "first_interval".
-
-    Raises Refused if a loss of more than `gates.most_lost` compared with the teacher, or of more than
-    `gates.most_lost_in_all` compared with the first model, cannot be ruled out.
+    Keys of the result: those of `Bench.figures`, "difference" (the student's mean score minus the teacher's) and
+    "difference_interval". If the first iteration's suite was run, also "first_score" and "first_interval". Raises
+    Refused if the loss may exceed `gates.most_lost`, or `gates.most_lost_in_all` compared with the first model.
     """
     model, gates, bench = turn.of("student")["student"], turn.config.gates, turn.bench
     scores = bench.scores("student", model)
@@ -276,12 +267,8 @@ def student_evals(turn: Turn) -> StageResult:
 
 
 def student_drafter(turn: Turn) -> StageResult:
-    """Trains a drafter for the student on the student's own answers to the training prompts. Runs the evals with the
-    new drafter; refuses it if it changes a greedy answer or is too slow.
-
-    Keys of the result: "trained" (the new drafter's folder), "drafter" (the same folder if the drafter is accepted,
-    else "none"), "why" (reason of the refusal, or None).
-    """
+    """Trains a drafter for the student on the student's own answers to the training prompts. Runs the evals and returns
+    the result as `drafter` does."""
     model = turn.of("student")["student"]
     config = _training(turn, "student-drafter", model)
     trained = train(replace(config, prompting=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)

@@ -39,8 +39,8 @@ class Serving:
 
 
 def serving_of(config: FlywheelConfig) -> Serving:
-    """Reads the served model from serving.json. Before the first iteration (turn) has passed, there is no such file,
-    and the model in `config` is returned.
+    """Reads the served model from serving.json; without this file, before the first turn has passed, returns the model
+    in `config`.
 
     Raises ConfigError on a damaged file, and if the flywheel in this folder was started with another model.
     """
@@ -58,8 +58,8 @@ def serving_of(config: FlywheelConfig) -> Serving:
 
 
 def write_serving(config: FlywheelConfig, serving: Serving) -> None:
-    """Writes serving.json, which names the served model and its drafter, to the folder `config.out`. The file is
-    replaced atomically. Raises CacheError when the disk cannot be written."""
+    """Replaces serving.json, which names the served model, atomically. Raises CacheError when the disk cannot be
+    written."""
     write_whole(config.out / SERVING, json.dumps(asdict(serving), indent=1) + "\n")
 
 
@@ -77,8 +77,7 @@ class TurnState:
 
     @classmethod
     def read(cls, folder: Path) -> TurnState:
-        """Reads turn.json; returns an empty state if the iteration (turn) has not started. Raises ConfigError on a
-        damaged file."""
+        """Reads turn.json; returns an empty state without this file. Raises ConfigError on a damaged file."""
         file = folder / STATE
         if not file.is_file():
             return cls(folder)
@@ -93,8 +92,8 @@ class TurnState:
         write_whole(self.folder / STATE, json.dumps(plain(content), indent=1) + "\n")
 
     def check(self, config: FlywheelConfig) -> None:
-        """Raises ConfigError naming the settings in `config` that differ from those with which the iteration (turn) was
-        started. If the iteration has not started yet, stores the settings of `config` in `asked` instead."""
+        """Raises ConfigError if `config` differs from the settings with which the iteration (turn) was started. Stores
+        the settings in `asked`."""
         now = fixed_of(config)
         if self.asked:
             check_same(self.folder, self.asked, now, ", or delete that folder to begin the turn anew")
@@ -118,7 +117,6 @@ def turn_folder(config: FlywheelConfig, number: int) -> Path:
 
 
 def traces_of(config: FlywheelConfig, number: int) -> Path:
-    """Returns the folder of recorded answers that iteration (turn) `number` starts from; `number` is at least 2. The
-    answers are those of the student that the previous iteration trained. The first iteration has no such folder: it
-    starts from the answers or prompts named in `config`."""
+    """Returns the folder of recorded answers that iteration (turn) `number`, at least 2, starts from: those of the
+    student that the previous iteration trained."""
     return turn_folder(config, number) / TRACES
