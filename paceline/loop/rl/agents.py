@@ -1,4 +1,4 @@
-"""Runs agents as rollouts: groups of attempts at the same task through the policy's endpoint, each with a reward.
+"""Runs agents as rollouts: groups of attempts at the same task, each with a reward, through the policy's endpoint.
 
     def agent(task, access): ...       calls access.chat(messages), or passes access.base_url to any OpenAI client;
                                        returns a result for the reward: a number, a text, a conversation
@@ -44,10 +44,10 @@ class Access:
     api_key: str = "none"
 
     def chat(self, messages: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """Sends the messages to the policy; returns the policy's answer as a message in OpenAI's format. `more`:
-        further fields of the chat request, such as tools, stop, max_tokens.
+        """Sends the messages to the policy; returns its answer as a message in OpenAI's format.
 
-        Raises RolloutError with the server's error message, ConnectionError if there is no response.
+        `more`: further fields of the chat request, such as tools, stop, max_tokens. Raises RolloutError with the
+        server's error message, ConnectionError if there is no response.
         """
         body = json.dumps({"model": self.model, "messages": list(messages), **more}).encode()
         client = Client(self.base_url, timeout_s=REQUEST_SECONDS, keeps=False)
@@ -88,14 +88,13 @@ Reward = Callable[[list[Trajectory]], list[float]]
 
 
 def by_code(function: Callable[[Any, Trajectory], float]) -> Reward:
-    """Returns a Reward that scores each attempt by `function(task, trajectory)`, independently of the other
-    attempts."""
+    """Returns a Reward that scores each attempt by `function(task, trajectory)`."""
     return lambda group: [float(function(each.task, each)) for each in group]
 
 
 class AgentRollouts:
-    """Runs an agent on tasks, several attempts per task, as rollouts to train the policy on. The sampled tokens do not
-    depend on how many attempts run concurrently."""
+    """Runs an agent on tasks, several attempts per task. The sampled tokens do not depend on how many attempts run
+    concurrently."""
 
     def __init__(
         self, endpoint: Endpoint, agent: Agent, reward: Reward, *, failed: float = 0.0, at_once: int | None = None
@@ -107,13 +106,11 @@ class AgentRollouts:
         self.at_once = at_once or self.rollouts.llm.target.cache.num_rows
 
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
-        """Runs the agent on each task as often as requested, and returns a group of attempts per task, in the order of
-        `tasks`. `tasks`: pairs (task, number of attempts).
+        """Runs the agent on `tasks`, pairs (task, number of attempts); returns a group of attempts per task, in order.
 
-        `place`: name of an earlier batch to repeat with its seeds. If the policy's weights have not changed, the same
-        tokens are sampled. The repetition is not recorded in `rollouts.figures`. None starts a new batch with new
-        seeds.
-        Raises RolloutError if an agent made no request, if all attempts failed, or if a reward is invalid.
+        `place`: name of an earlier batch to repeat with its seeds, without recording it in `rollouts.figures` [default:
+        a new batch]. Raises RolloutError if an agent made no request, if all attempts failed, or if a reward is
+        invalid.
         """
         is_repeated = place is not None
         place = place or self.rollouts.next_place()

@@ -5,9 +5,8 @@
         endpoint.end(attempt)                        attempt.sample() is the recorded conversation
 
 It runs the production server (`serve/`) in a thread, on the engine of `Rollouts`. The path of an attempt's base URL
-identifies the attempt, so any OpenAI client works. The rollouts determine the sampling, not the client: temperature and
-seed are set, top-p and penalties are off, grammars are rejected. Earlier turns enter the prompt as the tokens that the
-policy generated, not re-encoded from their text.
+identifies the attempt. The rollouts determine the sampling, not the client; grammars are rejected. Earlier turns enter
+the prompt as the tokens that the policy generated, not re-encoded from their text.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ class Attempt:
     """Token ids of a prompt -> number of requests with it; the count is part of the next answer's seed."""
 
     def chain(self) -> list[Turn]:
-        """Returns the turns (requests of the agent) of the conversation that the latest turn belongs to, oldest first.
-        The prompt of each turn begins with the prompt and answer of the turn before it."""
+        """Returns the turns (requests of the agent) of the latest conversation, oldest first. The prompt of each begins
+        with the prompt and answer of the one before."""
         chain = self.turns[-1:]
         for turn in reversed(self.turns[:-1]):
             if chain[0].prompt_ids[: len(turn.tokens)] == turn.tokens:
@@ -86,16 +85,12 @@ class Attempt:
 
     @property
     def num_left_out(self) -> int:
-        """Number of the attempt's turns that are not in `chain`, for example because the agent abandoned a
-        conversation. They are not trained on."""
+        """Number of turns that are not in `chain` and not trained on, such as those of an abandoned conversation."""
         return len(self.turns) - len(self.chain())
 
     def sample(self) -> Sample:
-        """Returns the conversation of `chain` as a training sample. The prompt is that of its first turn; all later
-        tokens are the completion. The mask is 1 for tokens that the policy generated, else 0.
-
-        Raises RolloutError if the agent made no request.
-        """
+        """Returns the conversation of `chain` as a training sample. All tokens after the first prompt are the
+        completion. Raises RolloutError if the agent made no request."""
         chain = self.chain()
         if not chain:
             raise RolloutError(
@@ -112,8 +107,7 @@ class Attempt:
 
 
 class Endpoint:
-    """HTTP server that serves one policy to agents on a free port of this machine. Used as a context manager: it runs
-    within the `with` block."""
+    """HTTP server that serves one policy to agents on a free port of this machine, within a `with` block."""
 
     def __init__(self, rollouts: Rollouts, *, max_queue: int = 1024) -> None:
         self.rollouts = rollouts
@@ -148,8 +142,8 @@ class Endpoint:
         self._bound.close()
 
     def begin(self, name: str) -> Attempt:
-        """Starts an attempt called `name`: 1 to 100 letters, digits, points, dashes and underscores. The name is part
-        of the attempt's URL, and the seeds of the attempt's answers are derived from it.
+        """Starts an attempt called `name`: 1 to 100 letters, digits, points, dashes and underscores. The seeds of its
+        answers are derived from the name.
 
         Raises ConfigError for an invalid name, or if an attempt of this name is running.
         """
@@ -163,7 +157,7 @@ class Endpoint:
         return attempt
 
     def end(self, attempt: Attempt) -> None:
-        """Ends an attempt. Waits until the engine's thread has recorded all finished answers of the attempt."""
+        """Ends an attempt, after all its finished answers are recorded."""
         self.call(lambda _: None)  # waits for the engine's thread, which records answers before it sends them
         del self.attempts[attempt.name]
 
@@ -253,12 +247,10 @@ def _of_the_policy(job: Job, attempt: Attempt, config: RolloutConfig, tokenizer:
 
 
 def with_exact_turns(prompt_ids: list[int], turns: list[Turn], tokenizer: Any) -> list[int]:
-    """Returns the prompt in which the exact tokens of an earlier turn replace its re-encoded text.
+    """Returns the prompt with the exact tokens of an earlier turn (prompt and answer) in place of its re-encoded text.
 
     A client sends earlier answers as text, and encoding that text again may give other tokens than the policy
-    generated. `prompt_ids`: a request's prompt, encoded from text. If its text begins with the text of an earlier turn
-    (prompt and answer), that part is replaced by the tokens of the turn; of several such turns, the longest. Otherwise
-    the prompt is returned unchanged.
+    generated. Uses the longest turn whose text the prompt begins with; without one, the prompt is unchanged.
     """
     text = ""
     for turn in sorted(turns, key=lambda each: len(each.tokens), reverse=True):

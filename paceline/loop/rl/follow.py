@@ -1,9 +1,8 @@
 """Trains the drafter to follow the policy: a few steps between two rollouts, on the latest samples.
 
-A policy update changes the drafter's inputs (hidden states) and its targets (tokens). The latest rollouts are read once
-by the new weights, and the drafter trains on these hidden states with the new policy's embedding and head, or its own
-if it has another width. N-gram drafters need no training. Samples are exact in any case; a stale drafter only costs
-time.
+A policy update changes the drafter's inputs (hidden states) and its targets (tokens). The new policy reads the latest
+rollouts once, and the drafter trains on these hidden states with the policy's embedding and head, or its own if it has
+another width. Samples are exact in any case; a stale drafter only costs time.
 """
 
 from __future__ import annotations
@@ -78,9 +77,9 @@ class DFlashFollower:
         self._num_learned = 0
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """Trains the drafter for `config.steps` steps on the samples, and copies the trained weights into the engine's
-        drafter. Returns a dict with loss ("drafter_loss") and expected acceptance length ("drafter_eal") of the first
-        step. Returns {} and trains nothing if all samples are too short for a draft block."""
+        """Trains the drafter on the samples, and copies the trained weights into the engine's drafter. Returns loss
+        ("drafter_loss") and expected acceptance length ("drafter_eal") of the first step; {} if all samples are too
+        short for a draft block."""
         documents = self._documents(samples)
         if not documents:
             return {}

@@ -48,9 +48,8 @@ class JudgeConfig(Checked):
 class RelativeJudge:
     """Computes the rewards of the attempts at one task from a judge's rankings of them; a `Reward` for `AgentRollouts`.
 
-    The judge ranks the attempts twice: in a random order, and in the reverse of that order. An attempt's reward is the
-    mean of its two ranks, scaled so that 1 is the best and 0 the last. `agreement` measures how consistent the judge
-    is.
+    The judge ranks the attempts in a random order, and in its reverse. An attempt's reward is the mean of its two
+    ranks, scaled so that 1 is the best and 0 the last.
     """
 
     def __init__(self, config: JudgeConfig, describe: Callable[[Any], str] = str) -> None:
@@ -62,8 +61,8 @@ class RelativeJudge:
 
     @property
     def agreement(self) -> float:
-        """Share of the pairs of attempts whose order is the same in both rankings of the judge. 1: the judge is
-        consistent; 0.5: it ranks at random; near 0: it ranks by position only. 1.0 before the first ranking."""
+        """Share of the pairs of attempts whose order is the same in both rankings. 1: the judge is consistent; 0.5: it
+        ranks at random; near 0: it ranks by position only. 1.0 before the first ranking."""
         return self.num_agreed / self.num_pairs if self.num_pairs else 1.0
 
     def __call__(self, group: list[Trajectory], /) -> list[float]:
@@ -128,11 +127,11 @@ class RelativeJudge:
 
 
 def ranking_of(text: str, letters: str) -> str:
-    """Extracts the judge's ranking from its answer `text`; returns the letters of the attempts, best first, or "" if
-    there is no valid ranking.
+    """Returns the judge's ranking from its answer `text`: the letters of the attempts, best first, or "" without a
+    valid ranking, which names each of `letters` once.
 
-    `letters`: the letters of all attempts. A valid ranking names each of them once. The last valid ranking counts;
-    rankings in lines that begin with RANKING, or below a line with only this word, have priority.
+    The last valid ranking counts; those in lines that begin with RANKING, or below a line with only this word, have
+    priority.
     """
     text = text.replace("*", "")
     marked = re.findall(r"^\W*RANKING\b\W*.*", text, re.MULTILINE | re.IGNORECASE)

@@ -65,8 +65,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Measured values of one batch of rollouts (a call of `Rollouts.sample` or `AgentRollouts.run`): numbers of
-    samples, tokens and decode rounds, and seconds."""
+    """Measured values of one batch of rollouts (a call of `Rollouts.sample` or `AgentRollouts.run`)."""
 
     step: int
     num_samples: int
@@ -92,11 +91,9 @@ class Follower(Protocol):
     """Trains a drafter between rollouts, so that it follows the changing policy."""
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """Trains the engine's drafter in place on the latest samples. Called after new policy weights were loaded.
-
-        Returns measured values of the training, by name. The caller restarts the engine afterwards, so that it uses the
-        drafter's new weights.
-        """
+        """Trains the engine's drafter in place on the latest samples, after new policy weights were loaded; returns
+        measured values by name. The caller restarts the engine afterwards, so that it uses the drafter's new
+        weights."""
         ...
 
 
@@ -123,12 +120,12 @@ class Rollouts:
         self._follower_figures: dict[str, float] = {}
 
     def load_weights(self, state: Mapping[str, Tensor], step: int) -> None:
-        """Loads the policy's new weights and drops all caches. Then the follower, if there is one, trains the drafter
-        on the samples of the latest batch, if there are any.
+        """Loads the policy's new weights and drops all caches. Then the follower, if any, trains the drafter on the
+        samples of the latest batch.
 
-        `state`: tensors by their names in Hugging Face checkpoints. `step`: the training step that the weights are
-        from. Raises ConfigError while answers are being generated, and an error if a tensor is missing or has another
-        shape; the old weights then stay loaded.
+        `state`: tensors by their names in Hugging Face checkpoints. `step`: training step of the weights. Raises
+        ConfigError while answers are being generated, and an error if a tensor is missing or has another shape; the old
+        weights then stay loaded.
         """
         began = time.perf_counter()
         self.llm.load_weights(state)
@@ -141,20 +138,21 @@ class Rollouts:
         self.step, self._num_calls = step, 0
 
     def next_place(self) -> str:
-        """Starts a batch of rollouts; returns its name "step.number": the training step of the policy's weights, and
-        the number of the batch within this step, counted from 0."""
+        """Starts a batch of rollouts; returns its name "step.number": training step of the weights, and number of the
+        batch within this step."""
         self._num_calls += 1
         return self.place
 
     @property
     def place(self) -> str:
-        """Name of the latest batch of rollouts, "step.number" (see `next_place`). Invalid between `load_weights` and
-        the start of the next batch."""
+        """Name of the latest batch of rollouts, see `next_place`; invalid from `load_weights` to the next batch."""
         return f"{self.step}.{self._num_calls - 1}"
 
     def sample(self, prompts: Sequence[list[int]], *, num_each: int = 1) -> list[Sample]:
-        """Samples `num_each` answers to each prompt (token ids); returns them prompt by prompt. Raises PromptError for
-        an empty prompt or an invalid token, ContextLengthError for a prompt that is too long."""
+        """Samples `num_each` answers to each prompt (token ids); returns them prompt by prompt.
+
+        Raises PromptError for an empty prompt or an invalid token, ContextLengthError for a prompt that is too long.
+        """
         place, requests = self.next_place(), [prompt for prompt in prompts for _ in range(num_each)]
         params = [self.config.params(seed_of(self.config.seed, place, str(index))) for index in range(len(requests))]
         began = time.perf_counter()
@@ -167,9 +165,8 @@ class Rollouts:
     def keep(
         self, samples: list[Sample], seconds: float, rounds: Rounds, more: Mapping[str, float] | None = None
     ) -> None:
-        """Records the measured values of a batch of rollouts in `figures`, and stores its samples for the drafter's
-        training in `load_weights`. `seconds`: wall time of the batch. `rounds`: totals over its decode rounds, such as
-        accepted drafts. `more`: further measured values, by name."""
+        """Records the measured values of a batch of rollouts in `figures`, and stores its samples for the follower.
+        `seconds`: wall time of the batch. `more`: further measured values, by name."""
         self._latest = samples
         num_tokens = sum(sum(each.mask) for each in samples)
         more = {**self._follower_figures, **(more or {})}
@@ -178,8 +175,7 @@ class Rollouts:
 
 
 def seed_of(seed: int, *places: str) -> int:
-    """Derives the seed of an answer, in [0, 2^63), from the base seed `seed` and strings that identify the answer, such
-    as batch and index."""
+    """Derives the seed of an answer, in [0, 2^63), from the base seed and strings that identify the answer."""
     mark = hashlib.blake2b("\0".join((str(seed), *places)).encode(), digest_size=8).digest()
     return int.from_bytes(mark) >> 1
 

@@ -36,10 +36,8 @@ def trl() -> Any:
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
-    """Returns the `rollout_func` for TRL's GRPOTrainer that samples one answer per prompt.
-
-    Prompts are texts, or lists of messages for the chat template.
-    """
+    """Returns the `rollout_func` for TRL's GRPOTrainer that samples one answer per prompt: a text, or messages for the
+    chat template."""
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         check_trainer(rollouts, trainer)
@@ -50,11 +48,10 @@ def rollout_func(rollouts: Rollouts) -> RolloutFunc:
 
 
 def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
-    """Returns the `rollout_func` for TRL's GRPOTrainer that runs an agent on each prompt.
+    """Returns the `rollout_func` for TRL's GRPOTrainer that runs an agent on each prompt, a task from `task_rows`.
 
-    Each prompt is a task as JSON, from `task_rows`. Adjacent equal prompts are attempts at the same task, and are
-    rewarded as one group. The rollout function also computes the rewards; pass `attempt_reward`, which returns them,
-    to the trainer as its reward function.
+    Adjacent equal prompts are attempts at the same task, and are rewarded as one group. The rollout function also
+    computes the rewards; pass `attempt_reward`, which returns them, to the trainer as its reward function.
     """
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -70,9 +67,8 @@ def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
 
 
 def attempt_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """Reward function for TRL: returns the rewards that the function of `agent_rollout_func` has computed, one per
-    completion. `columns`: the rollout's columns, which contain the rewards. Raises RolloutError if they do not, because
-    the trainer uses another rollout function."""
+    """Reward function for TRL: returns the rewards that the function of `agent_rollout_func` has computed. Raises
+    RolloutError if the rollout's `columns` lack them, because the trainer uses another rollout function."""
     if REWARD not in columns:
         raise RolloutError("attempt_reward goes with agent_rollout_func: give the trainer that as its rollout_func")
     return [float(reward) for reward in columns[REWARD]]
@@ -91,8 +87,7 @@ def sync(rollouts: Rollouts, trainer: Any) -> None:
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Converts samples to the columns that TRL expects of a rollout function: prompt_ids, completion_ids and logprobs,
-    each with one list per sample."""
+    """Converts samples to the columns that TRL expects of a rollout function, each with one list per sample."""
     return {
         "prompt_ids": [each.prompt_ids for each in samples],
         "completion_ids": [each.completion_ids for each in samples],
@@ -101,15 +96,15 @@ def columns(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def encoded(rollouts: Rollouts, prompt: Any) -> list[int]:
-    """Returns the token ids of a prompt from TRL. Text is encoded as it is; a list of messages is rendered with the
-    chat template. Raises PromptError if the template is missing or fails, or a message is malformed."""
+    """Returns the token ids of a prompt from TRL: text, or messages for the chat template. Raises PromptError if the
+    template is missing or fails, or a message is malformed."""
     llm = rollouts.llm
     return llm.tokenizer.encode(prompt) if isinstance(prompt, str) else llm.encode_chat(prompt)
 
 
 def check_trainer(rollouts: Rollouts, trainer: Any) -> None:
-    """Raises ConfigError if the trainer's temperature differs from that of the rollouts, if it sets top_p, top_k, min_p
-    or repetition_penalty, or if it runs in several processes."""
+    """Raises ConfigError if the trainer's temperature differs from the rollouts', if it sets top_p, top_k, min_p or
+    repetition_penalty, or if it runs in several processes."""
     args, config = trainer.args, rollouts.config
     refuse(
         ConfigError,
