@@ -1,5 +1,4 @@
-"""Writes a description (card) of synthetic data: contents, origin, and proof by hashes that no production text is
-included.
+"""Writes a description (card) of synthetic data: contents, origin, and hashes that prove the origin.
 
 runs/x/card.json    for programs; `ood` names the prompts that training monitors (paceline train --ood)
 runs/x/README.md    for people
@@ -27,9 +26,8 @@ def write_card(
     coverage: Coverage | None,
     done: Synthesized,
 ) -> None:
-    """Write a description of the synthetic answers to the run folder, as card.json and README.md. `schema`: JSON schema
-    of the answers. `coverage`: how often answers take each value of the schema. Both are None for answers without a
-    schema. `done`: counts of the run. Raises CacheError if the files cannot be written."""
+    """Writes card.json and README.md, which describe the synthetic answers, to the run folder. `schema` and `coverage`
+    are None for answers without a schema. Raises CacheError if the files cannot be written."""
     sources = [source for source, _ in sources_of(config.prompting.prompts)]
     figures = {
         "what": "synthetic answers",

@@ -13,8 +13,8 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 
 @dataclass(frozen=True, slots=True)
 class SynthesizeConfig(Checked):
-    """Options of `paceline synthesize`, which generates answers for an application that has no recorded traffic: model,
-    prompts, and form of the answers. Raises ConfigError if they are invalid."""
+    """Options of `paceline synthesize`: model, prompts, and form of the answers. Raises ConfigError if they are
+    invalid."""
 
     out: Path
     """Run folder; the same command resumes an interrupted run."""

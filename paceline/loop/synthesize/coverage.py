@@ -1,10 +1,8 @@
-"""Measures how much of a JSON schema the answers use: which enum values and branches, how evenly, and the lengths of
-texts.
+"""Measures how much of a JSON schema the answers use: which enum values and branches, how evenly, and how long texts.
 
 A *choice* is a place in the schema where the answer takes one of a few values: an enum, a boolean, or one of several
 schemas (`anyOf`, `oneOf`), such as the tool to call. Its *evenness* is the entropy of the values taken divided by the
-maximum: 1 is even, 0 is constant. `narrowed` fixes one choice of the schema, to request rare values. Free texts are
-measured by their place in the schema: lengths, and the entropy of their words.
+maximum: 1 is even, 0 is constant. `narrowed` fixes one choice of the schema, to request rare values.
 """
 
 from __future__ import annotations
@@ -38,9 +36,8 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Place in a JSON schema where an answer takes one of a few values: an enum or a boolean. `values` lists them. If
-    `is_branch`, the place offers several schemas (`anyOf`, `oneOf`) instead, and `values` are the indices of these
-    schemas."""
+    """Place in a JSON schema where an answer takes one of a few values: an enum or a boolean. If `is_branch`, the place
+    offers several schemas (`anyOf`, `oneOf`) instead, and `values` are their indices."""
 
     path: tuple[Step, ...]
     values: tuple[Any, ...]
@@ -57,8 +54,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Statistics of one choice (place in a JSON schema with a fixed set of values): how often answers took each value,
-    how evenly (0 to 1), and the values that no answer took."""
+    """Statistics of one choice (place in a JSON schema with a fixed set of values): how often and how evenly (0 to 1)
+    answers took its values."""
 
     name: str
     counts: dict[str, int]
@@ -67,8 +64,8 @@ class Taken:
 
 
 class Coverage:
-    """Counts the values that answers take at the choices of a JSON schema. A choice is a place with a fixed set of
-    values: an enum, a boolean, or the branches of `anyOf` or `oneOf`."""
+    """Counts the values that answers take at the choices of a JSON schema: its enums, booleans and branches of `anyOf`
+    or `oneOf`."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -92,10 +89,11 @@ class Coverage:
                 self._words[name].update(re.findall(r"\w+", text.lower()))
 
     def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
-        """Picks a value for the next answer, and counts it as taken, so that the next call prefers another one. First
-        draws a choice (place with a fixed set of values) of the schema; choices whose values were taken unevenly are
-        more probable. Returns this choice and the index of its value that was taken least often; None if the schema has
-        no choices."""
+        """Picks a value for the next answer, and counts it as taken; None if the schema has no choices.
+
+        Draws a choice (place with a fixed set of values) at random; those whose values were taken unevenly are more
+        probable. Returns the choice, and the index of its value that was taken least often.
+        """
         if not self.choices:
             return None
         weights = [1.05 - evenness(counts, len(choice.values)) for choice, counts in self.counts.items()]
@@ -106,8 +104,7 @@ class Coverage:
         return choice, place
 
     def taken(self) -> list[Taken]:
-        """Returns, for each choice (place with a fixed set of values) of the schema, how often answers took each value,
-        and how evenly."""
+        """Returns the statistics of each choice (place with a fixed set of values) of the schema."""
         return [
             Taken(
                 choice.name,
@@ -119,9 +116,8 @@ class Coverage:
         ]
 
     def texts(self) -> list[dict[str, Any]]:
-        """Returns statistics of free texts, one dict for each place in the answers that holds them: "name" of the
-        place, "number" of texts, "characters" (percentiles "p5", "p50", "p95" of the length), "words" (number of
-        different words), and "bits_per_word" (entropy of the words)."""
+        """Returns statistics of the free texts at each place in the answers. "characters": percentiles of their length;
+        "words": number of different words; "bits_per_word": entropy of the words."""
         return [
             {
                 "name": name or "answer",
@@ -145,8 +141,8 @@ class Coverage:
 
 
 def narrowed(schema: Schema, choice: Choice, place: int) -> Schema:
-    """Returns a copy of the schema that allows only one value at this choice: `choice.values[place]`. Properties on the
-    path to the choice become required, and arrays non-empty, so that every answer contains the value."""
+    """Returns a copy of the schema that allows only `choice.values[place]` at this choice. Properties on the path to it
+    become required, and arrays non-empty, so that every answer contains the value."""
     return _narrowed(schema, schema, choice.path, choice, place)
 
 
@@ -158,8 +154,7 @@ def entropy(counts: Iterable[int]) -> float:
 
 
 def evenness(counts: Counter[int], number: int) -> float:
-    """Entropy of the counts divided by its maximum, over `number` (at least 2) possible values. 1: all values equally
-    often; 0: always the same value, or no counts."""
+    """Entropy of the counts divided by its maximum over `number` (at least 2) possible values; 0 without counts."""
     return entropy(counts.values()) / math.log2(number)
 
 
@@ -247,8 +242,8 @@ def _looks_like(schema: Schema, value: Any) -> bool:
 
 
 def resolved(root: Schema, node: Any) -> Schema:
-    """Returns the schema `node`. If `node` has a `$ref`, returns the schema in `root` that it refers to, overridden by
-    the other keys of `node`. Returns {} if the result is not an object."""
+    """Returns the schema `node`; if it has a `$ref`, the schema in `root` that it refers to, overridden by the other
+    keys of `node`. Returns {} if the result is not an object."""
     for _ in range(MAX_DEPTH):
         if not isinstance(node, dict) or "$ref" not in node:
             break

@@ -46,9 +46,8 @@ ROWS_PER_SHARD = 512
 
 
 def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
-    """Runs, or resumes, `paceline synthesize`: generates answers, and writes the accepted ones and their description
-    (card.json, README.md) to `config.out`. Returns the counts of answers and tokens. Raises ConfigError on
-    contradictory settings, PromptError if no prompt or no answer can be used."""
+    """Runs or resumes `paceline synthesize`: writes the accepted answers and their description to `config.out`. Raises
+    ConfigError on contradictory settings, PromptError if no prompt or no answer can be used."""
     form = Form.of(config)
     answering = replace(config.answering, grammar=form.grammar)
     regenerate = RegenerateConfig(config.out, config.target, config.prompting, answering, config.max_batch)
@@ -128,9 +127,9 @@ class Form:
 
     @classmethod
     def of(cls, config: SynthesizeConfig) -> Form:
-        """Reads the format of the answers from `config`. Raises PromptError on invalid tools, and ConfigError on an
-        invalid schema or contradictory options. Also raises ConfigError if `config` describes no answers: it must give
-        a schema, a regex, tools, or an opening of the conversation such as a system message."""
+        """Reads the format of the answers from `config`. Raises PromptError on invalid tools. Raises ConfigError on an
+        invalid schema, on contradictory options, or if neither a schema, a regex, tools nor an opening of the
+        conversation (such as a system message) is given."""
         grammar, tools = config.answering.grammar, config.answering.read_tools()
         refuse(
             ConfigError,
@@ -156,9 +155,8 @@ class Form:
         return cls(grammar, schema)
 
     def read(self, answer: Answer) -> tuple[str | None, Any]:
-        """Checks a generated answer; returns (reason, value). `reason` says why the answer is rejected; it is None if
-        the answer is accepted. `value` is the parsed JSON of an accepted answer that follows a JSON schema; None for
-        all other answers."""
+        """Checks a generated answer; returns (reason to reject it or None, value). The value is the parsed JSON of an
+        accepted JSON answer, else None."""
         if answer.finish_reason != "stop":
             return "unfinished", None
         if self.tool_names:

@@ -22,8 +22,8 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 class TemplateSlots:
     """Fills template slots such as {order_id} in openers (first messages of simulated users). A slot gets a random
-    value that the property of the same name in the answers' JSON schema allows. This property must be an enum, a string
-    with a pattern, or an integer with limits."""
+    value of the property of the same name in the answers' JSON schema: an enum, a string with a pattern, or an integer
+    with limits."""
 
     def __init__(self, schema: Schema) -> None:
         self._nodes: dict[str, list[Schema]] = defaultdict(list)
@@ -35,9 +35,8 @@ class TemplateSlots:
         return sorted(self._nodes)
 
     def check(self, openers: Iterable[str]) -> list[str]:
-        """Raises ConfigError if a slot in the openers (first messages of simulated users) cannot be filled from the
-        schema. Returns the names of schema properties that have a pattern but are a slot in no opener, to warn the
-        user."""
+        """Raises ConfigError if a slot in the openers (first messages of simulated users) cannot be filled. Returns the
+        schema properties that have a pattern but are a slot in no opener, to warn the user."""
         named = {name for opener in openers for name in SLOT.findall(opener)}
         if unknown := sorted(named - set(self._nodes)):
             raise ConfigError(
@@ -48,8 +47,7 @@ class TemplateSlots:
         return [name for name in left_out if any("pattern" in node for node in self._nodes[name])]
 
     def fill(self, opener: str, seed: int) -> str:
-        """Returns the opener, a simulated user's first message, with its slots {name} filled; the same seed gives the
-        same values."""
+        """Returns the opener (a simulated user's first message) with its slots filled; the seed decides the values."""
         generator = random.Random(seed)
         return SLOT.sub(lambda slot: _drawn(generator.choice(self._nodes[slot[1]]), generator), opener)
 
