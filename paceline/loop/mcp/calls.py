@@ -22,8 +22,7 @@ FILE = "calls.jsonl"
 
 @dataclass(slots=True)
 class Ending:
-    """Outcome of a tool call: "ok", "refused" (`why` is the reason), "failed" (an unexpected exception), or
-    "interrupted"."""
+    """Outcome of a tool call: "ok", "refused", "failed" (an unexpected exception), or "interrupted"."""
 
     outcome: str = "interrupted"
     why: str = ""
@@ -31,17 +30,18 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class CallLog:
-    """Log of tool calls in `calls.jsonl` in `folder`. Each call has two lines: one written before it is carried out,
-    and one after, with its outcome."""
+    """Log of tool calls in the file calls.jsonl of `folder`, with two lines for each call."""
 
     folder: Path
 
     @contextmanager
     def call(self, tool: str | None, arguments: Any) -> Iterator[Ending]:
-        """Context manager that logs one call: writes a line before the `with` block, and one after it. Yields the
-        `Ending`; the block sets its outcome and reason. If the block raises, the outcome becomes "refused" for a
-        PacelineError, "failed" for any other exception. `tool`: name of the tool; None for a request without the
-        server's key. Raises CacheError before the block is run if the log cannot be written."""
+        """Context manager that logs one call: a line before the `with` block, and one with its outcome after it.
+
+        Yields the `Ending`, which the block sets; if the block raises, it becomes "refused" for a PacelineError, else
+        "failed". `tool`: None for a request without the server's key. Raises CacheError before the block is run if the
+        log cannot be written.
+        """
         number, ending = uuid.uuid4().hex[:12], Ending()
         self._append({"call": number, "time": _now(), "tool": tool, "arguments": plain(arguments)})
         try:
@@ -56,8 +56,8 @@ class CallLog:
             self._append({"call": number, "time": _now(), "outcome": ending.outcome, "why": ending.why})
 
     def calls(self, most: int) -> list[dict[str, Any]]:
-        """Returns the latest `most` calls, oldest first, each as one dict that combines its two lines. If the second
-        line is missing, "outcome" is "running or killed"."""
+        """Returns the latest `most` calls, oldest first, each as one dict of both lines. Without the second line,
+        "outcome" is "running or killed"."""
         calls: dict[str, dict[str, Any]] = {}
         for line in RunFolder(self.folder).lines(FILE):
             begun = calls.setdefault(line.get("call", ""), {"outcome": "running or killed"})

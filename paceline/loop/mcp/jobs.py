@@ -21,18 +21,20 @@ from paceline.runs.folder import RunFolder
 
 @dataclass(slots=True)
 class Jobs:
-    """Starts and observes the background jobs whose files are in `folder`. Only one job runs at a time; otherwise a
-    training could overwrite a drafter while a gate (its comparison with the serving drafter) reads it."""
+    """Starts and observes the background jobs whose files are in `folder`. Only one job runs at a time, so that no
+    training overwrites a drafter while a gate (its comparison with the serving drafter) reads it."""
 
     folder: Path
     start: Callable[[list[str], Path], Job] = Job
     _started: dict[str, Job] = field(default_factory=dict)
 
     def begin(self, tool: str, arguments: dict[str, Any], command: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Start a background job and return its status. `tool` and `arguments` identify the job: if it is already
-        running or done, only its status is returned; if it failed or was killed, it is started again. `command`: called
-        only for a new job; returns a dict that contains the command line as "command" and is added to the job's record.
-        Raises ConfigError while another job runs."""
+        """Starts the background job that `tool` and `arguments` identify, unless it is running or done. Returns its
+        status. Raises ConfigError while another job runs.
+
+        `command`: called only for a new job; returns a dict with the command line as "command", which is added to the
+        job's record.
+        """
         given = json.dumps([tool, arguments], sort_keys=True)
         name = f"{tool}-{hashlib.sha256(given.encode()).hexdigest()[:10]}"
         file = self.folder / f"{name}.json"
@@ -50,8 +52,7 @@ class Jobs:
         return sorted(file.stem for file in self.folder.glob("*.json"))
 
     def record(self, name: str) -> dict[str, Any]:
-        """Returns the stored record of the job with the id `name`: a dict with its "tool", "arguments" and "command"
-        (the command line). Raises ConfigError if there is no such job."""
+        """Returns the stored record of the job with the id `name`. Raises ConfigError if there is no such job."""
         if name not in self.names():
             raise ConfigError(f"there is no job {name!r}: take an id that train, score or gate returned")
         return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))

@@ -1,7 +1,4 @@
-"""Operations that an agent may call: look at traffic, propose, train, score, gate, roll out, roll back, read the log.
-
-Each method of `Operations` is one tool of the MCP server; its docstring is the tool's description. Model, folders,
-server and every threshold are fixed at the start: no argument changes one."""
+"""Operations that an agent may call, from a look at the traffic to the roll-out of a drafter and back."""
 
 from __future__ import annotations
 
@@ -42,8 +39,8 @@ MOST_CALLS = 1000
 
 @dataclass(slots=True)
 class Operations:
-    """Implements the tools of the MCP server: each tool is one method. All settings are fixed when the server starts; a
-    call cannot change them."""
+    """Implements the tools of the MCP server: each is one method, whose docstring describes the tool to the agent. No
+    call can change the settings."""
 
     store: StoreConfig
     engine: EngineConfig

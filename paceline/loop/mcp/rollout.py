@@ -20,8 +20,8 @@ FILE = "rollout.json"
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Replaces the drafter of a paceline server, and can undo the latest replacement. The serving drafter and the steps
-    to undo are stored in the file rollout.json of `folder`, which is read again at every call."""
+    """Replaces the drafter of a paceline server, and can undo the latest replacement. The state is in the file
+    rollout.json of `folder`, which is read again at every call."""
 
     folder: Path
     deploy: DeployConfig
@@ -33,12 +33,11 @@ class Rollout:
         return self._read()["serving"]
 
     def load(self, drafter: Path) -> dict[str, Any]:
-        """Load `drafter` on the server in place of the serving one. Before that, stores the steps to undo it.
+        """Loads `drafter` on the server in place of the serving one, after storing the steps to undo it.
 
-        Keys of the result: "serving" (folder of the new drafter), "before" (the replaced drafter), "server" (the
-        server's address), "name" (the drafter's name on the server). Raises ConfigError if no server is configured, or
-        if the server never answered an earlier request to load another drafter; DownloadError if the server does not
-        answer or refuses.
+        Keys of the result: "serving" and "before" (folders of the new and the replaced drafter), "server" (address),
+        "name" (the drafter's name on the server). Raises ConfigError if no server is configured, or if an earlier
+        request to load another drafter was never answered; DownloadError if the server does not answer or refuses.
         """
         state = self._read()
         refuse(
@@ -65,8 +64,8 @@ class Rollout:
         return {**done, "server": self.deploy.servers[0], "name": name}
 
     def undo(self) -> str:
-        """Undo the latest roll-out, even if the server never answered it. Returns the folder of the removed drafter.
-        Raises ConfigError if there is no roll-out to undo, DownloadError if the server does not answer or refuses."""
+        """Undoes the latest roll-out, even if the server never answered it; returns the removed drafter. Raises
+        ConfigError without a roll-out to undo, DownloadError if the server does not answer or refuses."""
         state = self._read()
         refuse(ConfigError, (not state["undo"], "nothing was rolled out since the latest roll-back"))
         with contextlib.closing(PacelineServer(self.deploy)) as server:

@@ -51,8 +51,7 @@ class LoggedServer(MCPServer):
             self._arguments[tool.__name__] = {*tool.__annotations__} - {"return"}
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
-        """Log the call, run the tool, and return its result. Raises ToolError, with the reason, if the call is
-        refused."""
+        """Logs the call, runs the tool, and returns its result. Raises ToolError if the call is refused."""
         try:
             with self._calls.call(name, arguments) as ending:
                 unknown = ", ".join(sorted({*arguments} - self._arguments.get(name, {*arguments})))
@@ -74,8 +73,7 @@ class LoggedServer(MCPServer):
 
 
 class KeyRequired:
-    """ASGI middleware that requires the server's key. Requests without it are answered with status 401 and logged; all
-    others are passed on."""
+    """ASGI middleware that requires the server's key. Requests without it are answered with status 401 and logged."""
 
     def __init__(self, app: ASGIApp, key: str, log: CallLog) -> None:
         self._app, self._digest, self._log = app, hashlib.sha256(key.encode()).digest(), log
@@ -96,8 +94,8 @@ class KeyRequired:
 
 
 def app_of(operations: Operations, config: McpConfig) -> ASGIApp:
-    """Returns the ASGI application of the server. Every request needs the key: `config.key`, or else the environment
-    variable PACELINE_MCP_KEY. Raises ConfigError if no key is set, or the key is too short."""
+    """Returns the ASGI application of the server. The key is `config.key`, or else the environment variable
+    PACELINE_MCP_KEY. Raises ConfigError if it is not set or too short."""
     key = (config.key or os.environ.get(KEY) or "").strip()
     refuse(ConfigError, (not key, f"set a key: export {KEY}=$(openssl rand -hex 16)"))
     McpConfig(key=key)  # checks its length
@@ -106,8 +104,8 @@ def app_of(operations: Operations, config: McpConfig) -> ASGIApp:
 
 
 def run(operations: Operations, config: McpConfig, say: Callable[[str], None]) -> None:
-    """Run the MCP server until SIGTERM or Ctrl-C; background jobs continue after its end. `say` is called with the
-    server's address, to print it. Raises ConfigError if another server uses the same state folder."""
+    """Runs the MCP server until SIGTERM or Ctrl-C; background jobs continue after its end. `say` prints the server's
+    address. Raises ConfigError if another server uses the same state folder."""
     app = app_of(operations, config)
     with only_run(operations.store.state, "serving MCP", Ranks(), say):
         bound: socket.socket = listen(ServeConfig(host=config.host, port=config.port))
