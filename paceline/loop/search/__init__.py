@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 
 def search(config: SearchConfig, *, progress: Progress | None = None) -> SearchResult:
-    """Trains drafters with different settings, measures them on held-out prompts, and chooses one. One of them has the
-    settings that `paceline train` would plan (the planner's choice). It is chosen unless another drafter is clearly
-    faster.
+    """Trains drafters with different settings, measures them on held-out prompts, and chooses one. This is the one with
+    the settings that `paceline train` would plan (the planner's choice), unless another is clearly faster.
 
     A call with the same `config.out` resumes the search. Raises ConfigError (also if Optuna is missing), PromptError if
     there are too few prompts, CacheError when the disk cannot be written, and ModelNotFoundError, ModelFileError,

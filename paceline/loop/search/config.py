@@ -13,8 +13,7 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig(Checked):
-    """Settings of a search for a drafter's training settings: how long it takes, which data it uses, and when a trial
-    (one training) is measured and may be stopped."""
+    """Settings of a search for a drafter's training settings. A trial is one training."""
 
     out: Path = Path("runs/search")
     """Run folder; repeat the same command to resume."""
@@ -45,8 +44,8 @@ class SearchConfig(Checked):
 
     @property
     def rung_minutes(self) -> list[float]:
-        """Minutes of training after which a trial (one training) is measured, ascending. The last number is the full
-        length of a trial. At each of the others, the trial is stopped if its drafter is slow compared with those of
-        other trials (successive halving)."""
+        """Minutes of training after which a trial (one training) is measured, ascending. The last number is its full
+        length; at the others, it is stopped if its drafter is slower than those of other trials (successive
+        halving)."""
         longest = self.trial_minutes or self.minutes / 10
         return [longest / self.reduction ** (self.rungs - 1 - rung) for rung in range(self.rungs)]

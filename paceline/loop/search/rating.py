@@ -20,9 +20,8 @@ from paceline.train.served import length_for, params_for
 
 
 class Rated(NamedTuple):
-    """Measurement of a drafter. `ratio`: its tokens/s divided by those of the baseline (another drafter, or plain
-    decoding). `interval`: 95% interval of `ratio` over prompts. `acceptance_length`: its mean accepted drafts per
-    round, plus 1."""
+    """Measurement of a drafter. `ratio`: its tokens/s divided by the baseline's, with its 95% interval over prompts.
+    `acceptance_length`: its mean accepted drafts per round, plus 1."""
 
     ratio: float
     interval: Interval

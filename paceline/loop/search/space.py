@@ -35,20 +35,18 @@ SOURCES, ALL = "sources", "all"
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Search space of training settings: the values that are tried for each, and the planner's choice (the settings
-    that `paceline train` plans)."""
+    """Search space: the values that are tried for each training setting."""
 
     base: TrainConfig
-    """The planner's choice, every field decided."""
+    """The planner's choice: the settings that `paceline train` plans."""
     choices: dict[str, list[Any]]
     planned: dict[str, Any]
     """The planner's choice as a trial."""
 
     @classmethod
     def around(cls, base: TrainConfig, num_target_layers: int) -> Space:
-        """Returns the search space around the training that the planner chose, `base`, for a target with
-        `num_target_layers` layers. `base.answers`: one folder for each source of data. If there are several, a trial
-        may leave one of them out."""
+        """Returns the search space around the training `base` that the planner chose. Of several sources of data
+        (folders in `base.answers`), a trial may leave one out."""
         choices: dict[str, list[Any]] = {}
         planned = {name: value_of(base, name) for name in CHOICES}
         planned["shape.num_taps"] = planned["shape.num_taps"] or min(5, num_target_layers)
@@ -61,16 +59,15 @@ class Space:
         return cls(base, choices, planned | {RATE: base.loop.optim.lr})
 
     def suggest(self, trial: Trial) -> dict[str, Any]:
-        """Returns the settings that Optuna chooses for a trial, as name -> value; the same settings again if the trial
-        is resumed."""
+        """Returns the settings that Optuna chooses for a trial, as name -> value; the same again if it is resumed."""
         rate = self.planned[RATE]
         settings = {name: trial.suggest_categorical(name, values) for name, values in self.choices.items()}
         return settings | {RATE: trial.suggest_float(RATE, rate / WIDEST_RATE, rate * WIDEST_RATE, log=True)}
 
     def config(self, settings: dict[str, Any], out: Path, minutes: float) -> TrainConfig:
-        """Returns the training configuration of a trial: the planner's choice, changed by `settings`, writing to the
-        folder `out`. `minutes`: total minutes of training steps, including those before earlier measurements of the
-        trial. Raises ConfigError for settings that contradict each other."""
+        """Returns the training configuration of a trial: the planner's choice, changed by `settings`. `minutes`: total
+        minutes of training steps, including those before earlier measurements. Raises ConfigError for settings that
+        contradict each other."""
         config = self.base
         for name, value in settings.items():
             if name != SOURCES:
@@ -82,8 +79,7 @@ class Space:
         return with_value(config, "given", tuple(leaves(as_tree(config))))
 
     def differences(self, settings: dict[str, Any]) -> str:
-        """Describes how a trial's settings differ from the planner's choice, such as "num_layers 2, lr 0.0011"; "the
-        planner's choice" if they do not."""
+        """Describes how a trial's settings differ from the planner's choice, such as "num_layers 2, lr 0.0011"."""
         differ = [(name, value) for name, value in settings.items() if not _is_same(value, self.planned[name])]
         texts = [f"{name.rpartition('.')[2]} {value:.2g}" if name == RATE else
                  f"{name.removeprefix('loop.').removeprefix('shape.').removesuffix('.name')} {value}"

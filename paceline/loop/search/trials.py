@@ -79,17 +79,16 @@ class Trials:
 
     @property
     def reserve(self) -> float:
-        """Minutes to keep free before a new trial starts: for one trial that is not stopped early, its measurements,
-        and the final comparison, which takes about as long as two measurements. The first trial also computes hidden
-        states; that time is not included."""
+        """Minutes to keep free before a new trial starts: for a trial that is not stopped early, its measurements, and
+        the final comparison, which takes about as long as two measurements."""
         times = (line["measuring_minutes"] for line in self.run.metrics() if "measuring_minutes" in line)
         rungs = self.config.rung_minutes
         return rungs[-1] + (len(rungs) + 2) * max(times, default=0.0)
 
     def run_next(self) -> Measured:
-        """Runs a new trial, or resumes the one that was running when the search was killed, until the trial is complete
-        or stopped early. Returns its state. If its settings cause an error, the trial counts as failed; an error of
-        trial 0, the planner's choice, is raised."""
+        """Runs a new trial, or resumes the one that a killed search was running, until it is complete or stopped early.
+        Returns its state. A trial whose settings cause an error counts as failed; an error of trial 0, the planner's
+        choice, is raised."""
         begun = [each for each in self._study.trials if each.state is TrialState.RUNNING]
         # A sampler for each trial, so that a resumed search draws the same as one that was never killed.
         seed = self.config.seed + len(self._study.trials)
@@ -148,7 +147,7 @@ class Trials:
 
 
 def winner_of(trials: list[Measured]) -> Measured | None:
-    """Returns the complete trial with the highest speed-up over plain decoding at its last measurement. Trial 0, the
-    planner's choice, is left out; returns None if no other trial is complete."""
+    """Returns the complete trial with the highest speed-up at its last measurement, without trial 0 (the planner's
+    choice); None if no other trial is complete."""
     complete = [trial for trial in trials if trial.number and trial.state == "complete"]
     return max(complete, key=lambda trial: trial.speedups[-1], default=None)
