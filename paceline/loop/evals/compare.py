@@ -18,14 +18,15 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.bounds import Checked, Share
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError
 from paceline.loop.evals.scores import Scores, parts_of, resampled
 
 if TYPE_CHECKING:
     import numpy as np
 
 Verdict = Literal["better", "worse", "no difference seen"]
-LEVEL = 0.01
+LEVEL, POWER = 0.01, 0.9
+"""Significance level, and probability with which a difference should be detected."""
 DRAWS = 9_999
 EXACT = 14
 """Up to this many cases with different scores, all sign flips are enumerated instead of sampled."""
@@ -76,28 +77,24 @@ class Comparison:
         return f"{text}; more cases narrow this"
 
 
-def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
+def compare(before: Scores, after: Scores) -> Comparison:
     """Compares two runs of one suite by a permutation test on the score differences of single cases.
 
-    If the p-value is not below `level`, the verdict is "no difference seen". `seed`: of the test and of the bootstrap
-    interval. Raises ConfigError when the runs are of different suites, or `level` is not between 0 and 1.
+    If the p-value is not below 0.01 (LEVEL), the verdict is "no difference seen". Raises ConfigError when the runs are
+    of different suites.
     """
     import numpy as np
 
     ids = [case.id for case in before.cases]
-    refuse(
-        ConfigError,
-        (
-            before.digest != after.digest or ids != [case.id for case in after.cases],
+    if before.digest != after.digest or ids != [case.id for case in after.cases]:
+        raise ConfigError(
             f"{before.name} and {after.name} answered different suites ({before.suite} {before.digest}, {after.suite} "
-            f"{after.digest}): run both on the same one",
-        ),
-        (not 0 < level < 1, f"level must be above 0 and below 1, not {level}"),
-    )
+            f"{after.digest}): run both on the same one"
+        )
     one, two = (np.array([case.score for case in each.cases]) for each in (before, after))
     gains = two - one
-    difference, chance = float(gains.mean()), sign_flips(gains, seed)
-    verdict: Verdict = "no difference seen" if chance >= level else "better" if difference > 0 else "worse"
+    difference, chance = float(gains.mean()), sign_flips(gains)
+    verdict: Verdict = "no difference seen" if chance >= LEVEL else "better" if difference > 0 else "worse"
     seconds = [each.latency.p50 for each in (before, after)]
     prices = [each.price_per_1000 for each in (before, after)]
     return Comparison(
@@ -108,7 +105,7 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
         score_before=float(one.mean()),
         score_after=float(two.mean()),
         difference=difference,
-        interval=resampled(gains, -1.0, seed) if len(gains) > 1 else (-1.0, 1.0),
+        interval=resampled(gains, -1.0) if len(gains) > 1 else (-1.0, 1.0),
         chance=chance,
         gained=int((gains > 0).sum()),
         lost=int((gains < 0).sum()),
@@ -116,7 +113,7 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
         verdict=verdict,
         times_p50=seconds[1] / seconds[0] if seconds[0] and seconds[1] else None,
         price_ratio=prices[1] / prices[0] if prices[0] and prices[1] else None,
-        smallest=findable(len(gains), float(gains.std(ddof=1)) if len(gains) > 1 else math.nan, level),
+        smallest=findable(len(gains), float(gains.std(ddof=1)) if len(gains) > 1 else math.nan),
     )
 
 
@@ -143,19 +140,21 @@ def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
     return (hits + 1) / (draws + 1)
 
 
-def findable(num_cases: int, deviation: float, level: float = LEVEL, power: float = 0.9) -> float:
-    """Returns the smallest difference of mean scores that a paired test detects with probability `power`.
+def findable(num_cases: int, deviation: float) -> float:
+    """Returns the smallest difference of mean scores that a paired test detects with probability 0.9 (POWER).
 
-    `deviation`: standard deviation s of the score differences of single cases. `level`: significance level. Normal
-    approximation: (z_(1-level/2) + z_power) * s / sqrt(num_cases).
+    `deviation`: standard deviation s of the score differences of single cases. Normal approximation: (z_(1-LEVEL/2) +
+    z_POWER) * s / sqrt(num_cases).
     """
-    return (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(power)) * deviation / math.sqrt(num_cases)
+    return (NormalDist().inv_cdf(1 - LEVEL / 2) + NormalDist().inv_cdf(POWER)) * deviation / math.sqrt(num_cases)
 
 
-def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: float = 0.9) -> int:
-    """Returns the number of cases with which a paired test detects a difference of mean scores of `loss`. The other
-    arguments are those of `findable`."""
-    return math.ceil((findable(1, deviation, level, power) / loss) ** 2)
+def cases_needed(loss: float, deviation: float) -> int:
+    """Returns the number of cases with which a paired test detects a difference of mean scores of `loss`.
+
+    `deviation`: standard deviation of the score differences of single cases.
+    """
+    return math.ceil((findable(1, deviation) / loss) ** 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,6 @@ class Judge:
 
     client: Client
     model: str
-    criteria: str = CRITERIA
     steady: int = field(default=0, init=False)
     """Number of pairs whose preferred answer stayed the same when the answers were swapped."""
     swayed: int = field(default=0, init=False)
@@ -68,8 +67,8 @@ class Judge:
         """Asks the judge in both orders which of two answers to a question is better. Returns 1.0 for `one`, 0.0 for
         `two`, and 0.5 for a tie, for equal texts, or if the preference depends on the order.
 
-        `criteria`: sentence that defines a better answer [default: `self.criteria`]. Raises JudgeError if the judge is
-        down, gives no verdict, or if the order decided more than 80% of at least 10 pairs judged so far.
+        `criteria`: sentence that defines a better answer [default: CRITERIA]. Raises JudgeError if the judge is down,
+        gives no verdict, or if the order decided more than 80% of at least 10 pairs judged so far.
         """
         if one.strip() == two.strip():
             return 0.5
@@ -94,10 +93,8 @@ class Judge:
             )
 
     def _ask(self, question: str, one: str, two: str, criteria: str | None) -> str:
-        parts = {"question": question, "a": one, "b": two}
-        prompt = FORM.format(
-            criteria=criteria or self.criteria, **{name: text[:MOST_LETTERS] for name, text in parts.items()}
-        )
+        question, one, two = (text[:MOST_LETTERS] for text in (question, one, two))
+        prompt = FORM.format(criteria=criteria or CRITERIA, question=question, a=one, b=two)
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS}
         text = ""

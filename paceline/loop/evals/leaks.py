@@ -17,15 +17,15 @@ from paceline.loop.store.folder import Store
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
-def leaking(suite: Suite, store: Store, overlap: float | None = None) -> list[str]:
+def leaking(suite: Suite, store: Store) -> list[str]:
     """Returns the ids of the cases whose questions nearly equal a prompt in the store's training split.
 
-    The Jaccard similarity of their 5-word n-grams must reach `overlap` [default: the store's setting `split.related`].
-    N-grams that occur in more than a tenth of all texts are ignored as boilerplate.
+    The Jaccard similarity of their 5-word n-grams must exceed the store's setting `split.related`. N-grams that occur
+    in more than a tenth of all texts are ignored as boilerplate.
     """
     prompts = [_words(row["prompt"]) for row in store.rows("train")]
     cases = [_words(case.question) for case in suite]
-    near = Near(store.split.related if overlap is None else overlap, common_pieces(prompts + cases))
+    near = Near(store.split.related, common_pieces(prompts + cases))
     for number, pieces in enumerate(prompts):
         near.add(number, pieces)
     return [case.id for case, pieces in zip(suite, cases, strict=True) if any(True for _ in near.like(pieces))]

@@ -42,7 +42,7 @@ PATH = re.compile(r"/attempts/([0-9a-zA-Z._-]{1,100})(/.*)", re.ASCII)
 TAG = b"x-paceline-tag"
 NAME = "policy"
 """Model name under which the policy is served."""
-START_SECONDS = 60.0
+START_SECONDS, MAX_QUEUE = 60.0, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +109,17 @@ class Attempt:
 class Endpoint:
     """HTTP server that serves one policy to agents on a free port of this machine, within a `with` block."""
 
-    def __init__(self, rollouts: Rollouts, *, max_queue: int = 1024) -> None:
+    def __init__(self, rollouts: Rollouts) -> None:
         self.rollouts = rollouts
         self.attempts: dict[str, Attempt] = {}
         """Running attempts, by name."""
         most = rollouts.config.max_tokens
         settings = ServeConfig(
-            port=0, max_queue=max_queue, deadline=0.0, drain_seconds=1.0, default_max_tokens=most, served_names=(NAME,)
+            port=0, max_queue=MAX_QUEUE, deadline=0.0, drain_seconds=1.0, default_max_tokens=most, served_names=(NAME,)
         )
         self._worker = _Worker(self, settings)
         self._bound = listen(settings)
-        self._bound.listen(max_queue)  # connections wait until the server accepts
+        self._bound.listen(MAX_QUEUE)  # connections wait until the server accepts
         self._server = Server(settings_of(_by_attempt(create_app(self._worker)), settings), self._worker)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-rollouts", daemon=True)
