@@ -35,8 +35,7 @@ AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 MOUNT_SETATTR, CLONE3, CLONE_THREAD = 442, 435, 0x10000
 LANDLOCK, LANDLOCK_ABI = (444, 445, 446), 3
-"""System calls landlock_create_ruleset, _add_rule, _restrict_self; and the least ABI version (Linux 6.2:
-truncation)."""
+"""System calls landlock_create_ruleset, _add_rule, _restrict_self; and the least ABI version (Linux 6.2)."""
 FS_READ, FS_FILE, FS_ALL = 0b1101, 0b1100000000000111, 0b1111111111111111
 """Landlock access rights: execute and read; all rights of files; all rights."""
 NOBODY = 65534
@@ -67,13 +66,9 @@ def _call(what: str, result: int) -> None:
         raise SetupError(number, f"{what}: {os.strerror(number)}")
 
 
-def _bytes(text: str | None) -> bytes | None:
-    return None if text is None else text.encode()
-
-
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    arguments = (_bytes(source), _bytes(target), _bytes(kind), ctypes.c_ulong(flags), _bytes(data))
-    _call(f"mount {target}", libc.mount(*arguments))
+    origin, point, system, options = (text and text.encode() for text in (source, target, kind, data))
+    _call(f"mount {target}", libc.mount(origin, point, system, ctypes.c_ulong(flags), options))
 
 
 def restrict(target: str, attributes: int, recursive: bool = True) -> None:
