@@ -159,7 +159,7 @@ def cases_needed(loss: float, deviation: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Gate(Checked):
-    """Conditions that the scores of an eval must meet; by default there are none. The fields are options of `paceline
+    """Conditions that the scores of an eval must meet; by default, any scores pass. The fields are options of `paceline
     evals run` and `paceline evals compare`, which exit with status 3 if a condition is not met."""
 
     fail_below: Share | None = None

@@ -214,8 +214,8 @@ def run_suite(
     """Generates all answers to the suite's cases, then scores them.
 
     `samples`: answers per case. `sandbox`: runs code cases [default: with default limits]. `judge`: for cases with the
-    scorer "judge". `settings`: stored with the scores. Raises ConfigError if the suite needs a judge and has none,
-    SandboxError or JudgeError when sandbox or judge fails, and the errors of `answerer.answers`.
+    scorer "judge". `settings`: stored with the scores. Raises ConfigError if the suite needs a judge and `judge` is
+    None, SandboxError or JudgeError when sandbox or judge fails, and the errors of `answerer.answers`.
     """
     refuse(
         ConfigError,

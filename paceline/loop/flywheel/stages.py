@@ -98,7 +98,7 @@ class Turn:
 
 
 def record(turn: Turn) -> StageResult:
-    """Finds the recorded answers of the served model; if there are none, generates answers to the configured prompts.
+    """Finds the recorded answers of the served model; without any, generates answers to the configured prompts.
 
     Returns the answers' folders as "sources" and, if they were generated, the numbers "answers" and "tokens". Raises
     ConfigError if there are neither recorded answers nor prompts.
