@@ -17,9 +17,8 @@ from itertools import product
 from typing import Any
 
 from paceline.bench.beside import PEERS, TransformersPeer
-from paceline.bench.by_context import by_context
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, BenchConfig
-from paceline.bench.drafting import Drafting, drafting
+from paceline.bench.drafting import Drafting, by_context, drafting
 from paceline.bench.passes import Engines, Pass, Request, described, make_requests, parting, rate_ratio, rates, run_pass
 from paceline.data.prompts import Prompt
 from paceline.draft.registry import make_drafter
@@ -29,14 +28,7 @@ from paceline.hardware import Machine
 from paceline.model.target import Target
 from paceline.plan.marginals import Tally
 from paceline.plan.planner import MOST_CANDIDATES, FixedPlanner
-from paceline.report.statistics import (
-    Interval,
-    bootstrap,
-    doubt,
-    is_loop,
-    possible_speedup,
-    repetition,
-)
+from paceline.report.statistics import Interval, bootstrap, doubt, is_loop, possible_speedup, repetition
 from paceline.report.tables import ignore
 from paceline.runs.folder import plain
 from paceline.types import SamplingParams

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.by_context import context_table
 from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
 from paceline.bench.decode import ABOUT, Bench, introduction, set_figures
+from paceline.bench.drafting import context_table
 from paceline.bench.pages.run_page import table
 from paceline.bench.runs import loaded
 from paceline.config import EngineConfig

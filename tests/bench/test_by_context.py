@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.by_context import by_context, context_table
+from paceline.bench.drafting import by_context, context_table
 from paceline.types import Round
 
 
