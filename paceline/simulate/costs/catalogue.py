@@ -8,24 +8,37 @@ An entry holds "config" (the keys of its Hugging Face config.json), "shape" (the
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ModelNotFoundError, UnsupportedModelError
+from paceline.errors import ModelNotFoundError, UnsupportedModelError, reraised
 from paceline.hardware import Machine
-from paceline.simulate.costs.gguf_header import read_header
 from paceline.simulate.costs.model_config import shape_of
 from paceline.simulate.costs.shapes import FORMATS, ModelShape, from_json
 from paceline.simulate.files import read_json
+
+if TYPE_CHECKING:
+    from paceline.model.gguf.container import GGUFFile
 
 HERE = Path(__file__).parent
 _FAMILIES = json.loads((HERE.parents[1] / "model" / "config" / "families.json").read_text(encoding="utf-8"))["families"]
 DECODED = frozenset(each["family"] for each in _FAMILIES.values())
 """Values of "model_type" in a config.json that paceline's own decoder runs."""
+GGUF_SIZES = {
+    "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length", "max_position_embeddings": "context_length", "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "sliding_window": "attention.sliding_window",
+}  # fmt: skip
+"""Key of a config.json -> key of a GGUF header, after the name of the model family."""
+GGUF_FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+"""llama.cpp's name of a model family -> its name in Transformers, where they differ."""
 
 
 def entries() -> dict[str, dict[str, Any]]:
@@ -145,10 +158,31 @@ def _from_file(file: Path) -> ModelShape:
 
 
 def _from_gguf(file: Path) -> ModelShape:
-    """Reads a GGUF header; weights get the format with the nearest mean bytes per weight."""
+    """Reads the header of a GGUF file, or of all parts of a split one; weights get the format with the nearest mean
+    bytes per weight."""
     if not file.is_file():
         raise ModelNotFoundError(f"there is no file {file}: check the path")
-    config, num_bytes = read_header(file)
+    from paceline.model.gguf.container import open_gguf  # here, since it needs NumPy and the package gguf
+
+    opened = open_gguf(file)
+    with reraised(UnsupportedModelError, f"{file} lacks a part of a model", "give the model's config.json", KeyError):
+        config = _gguf_config(opened)
+    stored = opened.tensors.values()
+    num_bytes = sum(each.num_bytes for each in stored) / sum(math.prod(each.shape) for each in stored)
     nearest = min(FORMATS, key=lambda name: abs(FORMATS[name].num_bytes - num_bytes))
     shape = shape_of(config, file.stem, f"the header of {file.name}")
     return replace(shape, precisions=replace(shape.precisions, weights=nearest, experts=nearest))
+
+
+def _gguf_config(file: GGUFFile) -> dict[str, Any]:
+    metadata, tensors = file.metadata, file.tensors
+    arch = metadata["general.architecture"]
+    if arch == "gemma4":
+        raise UnsupportedModelError(
+            "GGUF headers of Gemma 4, whose layers differ, are not read: give the model's config.json"
+        )
+    sizes = {name: metadata.get(f"{arch}.{key}") for name, key in GGUF_SIZES.items()}
+    config = {name: value for name, value in sizes.items() if isinstance(value, int) and value}
+    vocab_size = tensors["token_embd.weight"].shape[0]
+    config |= {"vocab_size": vocab_size, "tie_word_embeddings": "output.weight" not in tensors}
+    return {"model_type": GGUF_FAMILIES.get(arch, arch), **config}
