@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import Json, TerminalProgress, finish, say, starting
+from paceline.commands.shared import TARGET_FIELDS, Json, TerminalProgress, finish, say, starting
 from paceline.config import EngineConfig
 from paceline.loop.adapt.config import (
     CandidateConfig,
@@ -24,7 +24,7 @@ from paceline.runs.folder import write_whole
 
 TO_DO = 3
 """Exit status of `check` if there is something to do, and of `gate` if the drafter does not pass."""
-Target = Annotated[EngineConfig, Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads")]
+Target = Annotated[EngineConfig, TARGET_FIELDS]
 SERVERS = Changed(servers=Opt("--server"), patience_s=Opt("--patience"), num_drafted=Opt("--num-speculative-tokens"))
 
 

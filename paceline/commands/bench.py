@@ -21,7 +21,7 @@ from paceline.bench.config import (
     StepsConfig,
 )
 from paceline.commands.options import Changed, Only, Opt, Without, given, options
-from paceline.commands.shared import MOCK, Json, Limit, PromptSource, TerminalProgress, say, starting
+from paceline.commands.shared import MOCK, NO_MOCKS, Json, Limit, PromptSource, TerminalProgress, say, starting
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, refuse
 from paceline.runs.folder import write_whole
@@ -47,12 +47,8 @@ NOT_MOCKED = {
 """Options of `bench decode` without effect on rounds with mocked acceptance."""
 
 LOAD_NAMES = Changed(
-    concurrencies=Opt("--concurrency"),
-    rates=Opt("--rate"),
-    num_requests=Opt("--requests"),
-    timeout_s=Opt("--timeout"),
+    concurrencies=Opt("--concurrency"), rates=Opt("--rate"), num_requests=Opt("--requests"), timeout_s=Opt("--timeout")
 )
-NO_MOCKS = Without("mocked_tokens_per_round", "mocked_survival", "mocked_marginals")
 NO_SERVER = Without("max_batch", "kv_memory", "prefill_chunk")
 NOT_STARTED = Without("model", "num_drafted", "speculate", "rule", "prefill_chunk")
 

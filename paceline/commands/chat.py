@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.commands.options import Changed, Opt, Without, named, options
-from paceline.commands.shared import Json, System, load, note_without_effect, say
+from paceline.commands.shared import NO_MOCKS, Json, System, load, note_without_effect, say
 from paceline.config import EngineConfig
 from paceline.errors import ContextLengthError, PromptError, way_out
 from paceline.types import SamplingParams
@@ -29,12 +29,7 @@ NO_OPTIONS = Without(
 
 @options
 def chat(
-    engine: Annotated[
-        EngineConfig,
-        Without(
-            "max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"
-        ),
-    ],
+    engine: Annotated[EngineConfig, Without("max_batch", "prefill_chunk", "weights"), NO_MOCKS],
     sampling: Annotated[SamplingParams, NO_OPTIONS, Changed(max_tokens=Opt(default=512))],
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     system: System = None,

@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Annotated
 
-from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.options import Only, Without, options
 from paceline.commands.shared import Json, TerminalProgress, finish, starting
-from paceline.config import EngineConfig
+from paceline.commands.train import Target
 from paceline.loop.search import config as asks
 from paceline.train.config import AnswerConfig, PromptsConfig
-
-TARGET = Changed(model=Opt("--target", help="The target model: built-in name, folder, GGUF file or hub id."))
 
 
 @options
 def search(
     config: Annotated[asks.SearchConfig, Without("target", "prompting", "answering")],
-    target: Annotated[
-        EngineConfig, Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads"), TARGET
-    ],
+    target: Target,
     prompting: Annotated[PromptsConfig, Only("prompts", "limit", "strict")],
     answering: Annotated[AnswerConfig, Only("max_tokens", "max_prompt_tokens", "system", "before", "raw")],
     as_json: Json = False,

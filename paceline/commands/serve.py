@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.commands.options import Changed, Opt, Without, options
-from paceline.commands.shared import Json, introduce, say, starting
+from paceline.commands.shared import NO_MOCKS, Json, introduce, say, starting
 from paceline.commands.start_engine import check_own, serve_with_other
 from paceline.config import EngineConfig, read_api_keys, short_name
 from paceline.errors import ConfigError, refuse
@@ -91,10 +91,7 @@ def _single(option: Any, value: Any, where: str) -> Any:
 
 @options
 def serve(
-    llm: Annotated[
-        EngineConfig,
-        Without("drafter", "prefill_chunk", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
-    ],
+    llm: Annotated[EngineConfig, Without("drafter", "prefill_chunk"), NO_MOCKS],
     serving: Annotated[ServeConfig, Without("body_seconds", "header_seconds", "write_seconds"), Changed(**NAMES)],
     tracing: Annotated[TraceConfig, Changed(**TRACE_NAMES)],
     other: OtherEngineConfig,

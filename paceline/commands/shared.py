@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.commands.options import Changed, Opt
+from paceline.commands.options import Changed, Only, Opt, Without
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError, refuse, reraised
 from paceline.hub import check_name
@@ -147,6 +147,9 @@ Regex = Annotated[
     str | None, typer.Option(help="Regular expression that the whole answer matches. Needs paceline[serve].")
 ]
 Limit = Annotated[int | None, typer.Option(help="Only the first prompts.")]
+TARGET_FIELDS = Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads")
+"""Engine settings that are options of commands which run a target model without a drafter."""
+NO_MOCKS = Without("mocked_tokens_per_round", "mocked_survival", "mocked_marginals")
 MOCK = Changed(mocked_tokens_per_round=Opt("--mock", metavar="TOKENS_PER_ROUND"))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.commands.options import Changed, Only, Opt, Without, options, typed
-from paceline.commands.shared import Json, JsonSchema, Regex, TerminalProgress, grammar_of, say
+from paceline.commands.shared import TARGET_FIELDS, Json, JsonSchema, Regex, TerminalProgress, grammar_of, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
 from paceline.runs.folder import RunFolder, check_folder, check_own
@@ -21,7 +21,7 @@ from paceline.train.run_file import config_of, overlaid, read_run_file
 
 Target = Annotated[
     EngineConfig,
-    Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads"),
+    TARGET_FIELDS,
     Changed(model=Opt("--target", help="The target model: built-in name, folder, GGUF file or hub id.")),
 ]
 GIVEN = ("system", "before", "tools", "variables", "grammar")
