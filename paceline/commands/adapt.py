@@ -45,11 +45,7 @@ def adapt_replay(
     figures = run(config, seasonal, prices, TerminalProgress())
     if not as_json:
         for name, value in figures.items():
-            say(
-                f"{name.replace('_', ' ')}: {value:.2f}"
-                if isinstance(value, float)
-                else f"{name.replace('_', ' ')}: {value}"
-            )
+            say(f"{name.replace('_', ' ')}: " + (f"{value:.2f}" if isinstance(value, float) else str(value)))
     return figures
 
 

@@ -134,9 +134,8 @@ def _show(advice: Advice, *, stderr: bool, is_by_tag: bool) -> None:
 
     lines = [] if is_by_tag else [*advice.sentences]
     lines += ["This rests on:", *(f"- {sentence}" for sentence in advice.basis)]
-    lines += [f"- {len(advice.limits)} simplifications of the predicted times: --json lists them."] * bool(
-        advice.limits
-    )
+    if advice.limits:
+        lines.append(f"- {len(advice.limits)} simplifications of the predicted times: --json lists them.")
     (say if stderr else print)("\n".join(lines))
     if advice.customers:
         left = len(advice.customers) - MOST_CUSTOMERS

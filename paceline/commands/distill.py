@@ -46,14 +46,8 @@ def distill(
       paceline distill --teacher smollm2-135m --answers runs/answers/answers \\
         --layers 12 --minutes 20 --out runs/student
     """
-    parts = {
-        "teacher": teacher,
-        "prompting": prompting,
-        "answering": answering,
-        "student": student,
-        "teaching": teaching,
-    }
-    config = replace(config, **parts, gate=gate, files=files)
+    parts = {"teacher": teacher, "prompting": prompting, "answering": answering, "student": student}
+    config = replace(config, **parts, teaching=teaching, gate=gate, files=files)
     starting(teacher.model)
     if dry_run:
         from paceline.loop.distill.price import price

@@ -52,14 +52,8 @@ def evaluate(
     from paceline.bench import evaluate as library
 
     engine = replace(engine, speculate="full")
-    how = {
-        "limit": limit,
-        "out": out,
-        "tags": tuple(tag or ()),
-        "shows_context": by_context,
-        "progress": TerminalProgress(),
-    }
-    done = library.evaluate(drafter, prompts or (), config, engine=engine, **how)
+    chosen = {"limit": limit, "out": out, "tags": tuple(tag or ()), "shows_context": by_context}
+    done = library.evaluate(drafter, prompts or (), config, engine=engine, progress=TerminalProgress(), **chosen)
     say(f"figures and texts: {done.run.path / library.EVALUATION} (paceline report {done.run.path} draws them)")
     return {**done.as_line(), "run": done.run.path}
 

@@ -86,15 +86,10 @@ class MinuteLines:
         if now - self._printed < self.EVERY_S:
             return
         self._printed = now
-        done = (
-            f"{self._done} of {self._total} ({self._done / max(1, self._total):.0%})"
-            if share is None
-            else f"{share:.0%}"
-        )
-        if share is None:
-            share = self._done / max(1, self._total)
-        since = share - self._first
-        left_s = (now - self._began) * max(0.0, 1.0 - share) / since if since > 0 else 0.0
+        whole = self._done / max(1, self._total) if share is None else share
+        done = f"{whole:.0%}" if share is not None else f"{self._done} of {self._total} ({whole:.0%})"
+        since = whole - self._first
+        left_s = (now - self._began) * max(0.0, 1.0 - whole) / since if since > 0 else 0.0
         say(f"{self._what}: {done}, {left_s / 60:.0f} min left" + (f"; {text}" if text != self._what else ""))
 
 

@@ -35,9 +35,9 @@ PRICE_COLUMNS = (
     Column("requests/s", lambda each: each.requests_per_s, "{:,.3g}", "right"),
     Column("tokens/s", lambda each: each.tokens_per_s, "{:,.0f}", "right"),
     Column("$ per 1,000 answers", lambda each: each.per_thousand, "{:,.3f}", "right"),
-    spread_column("first token ms", lambda each: each.first_token, 1000, 0, ("p50", "p90", "p99")),
-    spread_column("inter-token ms", lambda each: each.inter_token, 1000, 2, ("p50", "p90", "p99")),
-    spread_column("answer s", lambda each: each.total, 1, 2, ("p50", "p90", "p99")),
+    spread_column("first token ms", lambda each: each.first_token, 1000, 0),
+    spread_column("inter-token ms", lambda each: each.inter_token, 1000, 2),
+    spread_column("answer s", lambda each: each.total, 1, 2),
 )
 SHOWN = ("p50", "p99", "mean")
 LOAD_COLUMNS = (
@@ -288,9 +288,7 @@ def _draw_fit(file: Path, fitted: Fitted) -> None:
 @options
 def simulate_serving(
     costs: Annotated[
-        CostsConfig,
-        Without("expert_locality", "per_layer", "toy"),
-        Changed(table=Opt("--steps", "--table")),
+        CostsConfig, Without("expert_locality", "per_layer", "toy"), Changed(table=Opt("--steps", "--table"))
     ],
     config: Annotated[ServingConfig, Changed(policy=Opt(comma=True), against=Opt(metavar="RUN_FOLDER"))],
     out: Annotated[
