@@ -17,9 +17,8 @@ from typing import Any
 from paceline.bench.config import ArmsConfig, LatencyConfig
 from paceline.bench.serving.latency import GROUPS, SEGMENTS, SHARES, TEXTS, LatencyBench, LatencyResult, Pair
 from paceline.bench.serving.load import Contender
-from paceline.bench.serving.servers import look, started
+from paceline.bench.serving.servers import ANSWERS, key_of, look, refuse_failed, started
 from paceline.bench.serving.workloads import WORKLOADS, Workload, named_workload, workload_of
-from paceline.config import read_api_keys
 from paceline.errors import ConfigError, reraised
 from paceline.net.streaming import Client
 from paceline.report.pages import Plot, stacked, write_report
@@ -32,10 +31,7 @@ ENOUGH = 0.02
 COLUMNS = (
     Column("workload", lambda result: result.workload),
     Column("arm", lambda result: result.arm),
-    Column(
-        "answers",
-        lambda result: f"{result.num_answers}" + (f", {result.num_failed} FAILED" if result.num_failed else ""),
-    ),
+    ANSWERS,
     spread_column("whole ms", lambda result: result.total, 1000, 0),
     spread_column("first token ms", lambda result: result.first_token, 1000, 0),
     *(spread_column(f"{name} ms", lambda result, name=name: result.groups[name], 1000, 1) for name in GROUPS),
@@ -95,7 +91,7 @@ def bench_latency(
     failed.
     """
     chosen = _read_workloads(workloads, prompts, schema, limit)
-    key = next(iter(read_api_keys((), arms.api_key_file)), None)  # not an option: options are stored in the run folder
+    key = key_of(arms.api_key_file)
     names = [workload.name for workload in chosen]
     settings = {"bench": asdict(config), "arms": asdict(arms), "workloads": names, "limit": limit}
     with contextlib.ExitStack() as stack:
@@ -113,10 +109,8 @@ def bench_latency(
             bench.run(on_answer=advance)
     for (workload, arm), answers in bench.measured.items():
         for number, answer in enumerate(answers):
-            values = asdict(answer)
-            run.log(
-                workload=workload, arm=arm, request=number, **{name: values[name] for name in values if name != "text"}
-            )
+            figures = {name: value for name, value in asdict(answer).items() if name != "text"}
+            run.log(workload=workload, arm=arm, request=number, **figures)
     results, pairs = bench.results(), bench.pairs()
     line = {
         "results": [asdict(result) for result in results],
@@ -125,8 +119,7 @@ def bench_latency(
     }
     run.results(line)
     _report(run, results, pairs, chosen, settings, progress)
-    if all(result.num_failed == result.num_answers for result in results):
-        raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
+    refuse_failed(results)
     return {**line, "run": run.path}
 
 

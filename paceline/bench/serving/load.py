@@ -159,9 +159,7 @@ class ServingBench:
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
-        self.loads = [Arrivals(concurrency=count) for count in config.closed] + [
-            Arrivals(rate=rate) for rate in config.rates
-        ]
+        self.loads = [*(Arrivals(None, count) for count in config.closed), *map(Arrivals, config.rates)]
         self.passes = {(load, contender.name): list[Pass]() for load in self.loads for contender in contenders}
 
     def num_requests(self, load: Arrivals) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import BUILTIN_PROMPTS, ServersConfig, ServingConfig
+from paceline.bench.serving.latency import LatencyResult
 from paceline.bench.serving.load import BASELINE, Contender, Pass, ServingBench, ServingResult
 from paceline.config import read_api_keys
 from paceline.data.prompts import read_prompts
@@ -37,18 +38,13 @@ and `return_metrics`."""
 STOP_SECONDS = 40
 """Seconds after which a started server that does not exit is killed."""
 
-
-def _speedup_cell(result: ServingResult) -> str | None:
-    return f"{result.speedup:.2f}x" if result.speedup is not None else result.doubt and "busy: repeat"
-
-
+ANSWERS = Column(
+    "answers", lambda result: f"{result.num_answers}" + (f", {result.num_failed} FAILED" if result.num_failed else "")
+)
 COLUMNS = (
     Column("load", lambda result: result.load),
     Column("speculate", lambda result: result.speculate),
-    Column(
-        "answers",
-        lambda result: f"{result.num_answers}" + (f", {result.num_failed} FAILED" if result.num_failed else ""),
-    ),
+    ANSWERS,
     Column("tokens/s", lambda result: result.tokens_per_s, "{:.1f}", "right"),
     Column("range", lambda result: "{:.0f} to {:.0f}".format(*result.tokens_per_s_range), align="right"),
     Column("speed-up", lambda result: _speedup_cell(result), align="right"),
@@ -86,9 +82,7 @@ def bench_serving(
     ModelNotFoundError if it does not serve the model. Raises ConfigError for a server that cannot be started, a wrong
     key, and if every request failed."""
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
-    key = next(
-        iter(read_api_keys((), servers.api_key_file)), None
-    )  # not an option: options are stored in the run folder
+    key = key_of(servers.api_key_file)
     described: dict[str, Any] = {
         "bench": config,
         "url": servers.url,
@@ -122,9 +116,23 @@ def bench_serving(
     }
     run.results(line)
     _report(run, bench, results, name, described, progress)
+    refuse_failed(results)
+    return {**line, "run": run.path}
+
+
+def _speedup_cell(result: ServingResult) -> str | None:
+    return f"{result.speedup:.2f}x" if result.speedup is not None else result.doubt and "busy: repeat"
+
+
+def key_of(file: Path | None) -> str | None:
+    """Return the first API key in `file` or the environment, or None."""  # no setting: settings are stored in the run
+    return next(iter(read_api_keys((), file)), None)
+
+
+def refuse_failed(results: Sequence[ServingResult] | Sequence[LatencyResult]) -> None:
+    """Raise ConfigError if every request failed."""
     if all(result.num_failed == result.num_answers for result in results):
         raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
-    return {**line, "run": run.path}
 
 
 def _is_gain(result: ServingResult) -> bool:
@@ -139,10 +147,8 @@ def _tone(results: list[ServingResult]) -> Tone:
 
 def _verdict(results: list[ServingResult]) -> str:
     gains = [(result.speedup, result.speculate, result.load) for result in results if _is_gain(result)]
-    num_failed, num_answers = (
-        sum(result.num_failed for result in results),
-        sum(result.num_answers for result in results),
-    )
+    num_failed = sum(result.num_failed for result in results)
+    num_answers = sum(result.num_answers for result in results)
     doubted = [result for result in results if result.doubt]
     lines = [f"No verdict on the speed-up ({result.speculate}, {result.load}): {result.doubt}." for result in doubted]
     if not all(result.lossless for result in results):
