@@ -19,7 +19,7 @@ from typing import Any
 from paceline.bench.beside import PEERS, TransformersPeer
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, BenchConfig
 from paceline.bench.drafting import Drafting, by_context, drafting
-from paceline.bench.passes import Engines, Pass, Request, described, make_requests, parting, rate_ratio, rates, run_pass
+from paceline.bench.passes import Engines, Pass, Request, described, make_requests, pairs, parting, rate_ratio, run_pass
 from paceline.data.prompts import Prompt
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
@@ -34,18 +34,10 @@ from paceline.runs.folder import plain
 from paceline.types import SamplingParams
 
 ABOUT = (
-    "device",
-    "machine",
-    "model",
-    "dtype",
-    "backend",
-    "isa",
-    "weight_format",
-    "weight_bytes",
-    "ceiling_tokens_per_s",
+    *("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes"),
+    *("ceiling_tokens_per_s", "max_tokens", "repeat"),
 )
 """Keys of the description that `introduction` returns."""
-ABOUT += ("max_tokens", "repeat")
 NUM_TEXTS = 4
 """Number of sample texts stored for each prompt set and temperature."""
 
@@ -251,7 +243,7 @@ def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]
         one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s
     ]
     value = statistics.median(ratios) if ratios else 0.0
-    items = [(*one, *other) for one, other in zip(rates(ours), rates(theirs), strict=True)]
+    items = pairs(ours, theirs)
     (low, high), over_answers = bootstrap(items, rate_ratio), rate_ratio(items)
     if low is None or high is None or not over_answers:
         return value, (None, None)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, LossyConfig
-from paceline.bench.passes import Answer, Engines, Pass, Request, make_requests, rate_ratio, rates, run_pass
+from paceline.bench.passes import Answer, Engines, Pass, Request, make_requests, pairs, rate_ratio, rates, run_pass
 from paceline.bench.tasks import Task, read_task
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
@@ -106,26 +106,21 @@ class LossyBench:
     def _result(self, task: Task, setting: str) -> Result:
         passes, base = self.passes[task.name, setting], self.passes[task.name, LOSSLESS]
         answers = passes[0].answers
-        own, other = rates(passes), rates(base)
-        paired = [(*one, *two) for one, two in zip(own, other, strict=True)]
+        both, plain = pairs(passes, base), self.passes[task.name, PLAIN]
         scores = [(task.score(index, answer.text),) for index, answer in enumerate(answers)]
         others = [task.score(index, answer.text) for index, answer in enumerate(base[0].answers)]
         gains = [(score - before,) for (score,), before in zip(scores, others, strict=True)]
         acceptance_length = Rounds.counted([one for answer in answers for one in answer.rounds]).tokens_per_round
-        plain = rates(self.passes[task.name, PLAIN])
-        is_sound = is_possible(
-            rate_ratio([(*one, *two) for one, two in zip(own, plain, strict=True)]), acceptance_length
-        )
+        is_sound = is_possible(rate_ratio(pairs(passes, plain)), acceptance_length)
+        has_interval = is_sound and len(both) >= FEWEST
         return Result(
             task=task.name,
             setting=setting,
             lossless=all(answer.lossless for answer in answers),
             tokens_per_round=acceptance_length,
-            tokens_per_s=ratio_of_sums(own),
-            beside_lossless=rate_ratio(paired) if is_sound else None,
-            beside_lossless_interval=bootstrap(paired, rate_ratio)
-            if is_sound and len(paired) >= FEWEST
-            else (None, None),
+            tokens_per_s=ratio_of_sums(rates(passes)),
+            beside_lossless=rate_ratio(both) if is_sound else None,
+            beside_lossless_interval=bootstrap(both, rate_ratio) if has_interval else (None, None),
             mean_tv=_by_token(answers, "mean_tv"),
             mean_kl=_by_token(answers, "mean_kl"),
             share_changed=_by_token(answers, "share_changed"),
@@ -253,8 +248,6 @@ def as_line(bench: LossyBench) -> dict[str, Any]:
     return {
         "results": [asdict(result) for result in results],
         "verdict": verdict(results),
-        "lossless_dominates": None
-        if is_busy
-        else not any(result.is_faster for result in results if not result.lossless),
+        "lossless_dominates": None if is_busy else not any(each.is_faster for each in results if not each.lossless),
         **{name: getattr(bench.config, name) for name in ("temperature", "max_tokens", "repeat", "seed")},
     }

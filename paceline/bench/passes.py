@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -34,16 +34,8 @@ CHUNK = 256
 def described(llm: LLM) -> dict[str, Any]:
     """Return a dict that describes the loaded model, to be stored with results: "model", "device", "dtype", "backend",
     "isa" (instruction set), "weight_format" and "weight_bytes"."""
-    form = form_of(llm.target)
-    return {
-        "model": llm.config.model,
-        "device": llm.config.device,
-        "dtype": llm.config.dtype,
-        "backend": form.backend,
-        "isa": form.isa,
-        "weight_format": form.weight_format,
-        "weight_bytes": llm.target.weight_bytes,
-    }
+    settings = {name: getattr(llm.config, name) for name in ("model", "device", "dtype")}
+    return {**settings, **asdict(form_of(llm.target)), "weight_bytes": llm.target.weight_bytes}
 
 
 def mocked_engine(
@@ -62,14 +54,8 @@ def mocked_engine(
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(acceptance, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)
-    judge = RuleJudge(mocked(acceptance))
-    options: dict[str, Any] = {
-        "judge": judge,
-        "planner": planner,
-        "prefill_chunk": chunk,
-        "device_rounds": device_rounds,
-    }
-    engine = Engine(llm.target, llm.tokenizer, drafter, **options)
+    options: dict[str, Any] = {"planner": planner, "prefill_chunk": chunk, "device_rounds": device_rounds}
+    engine = Engine(llm.target, llm.tokenizer, drafter, judge=RuleJudge(mocked(acceptance)), **options)
     engine.record(grows_trees=num_nodes > 0)
     return engine
 
@@ -203,10 +189,14 @@ def rates(passes: list[Pass]) -> list[tuple[float, ...]]:
     return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in requests]
 
 
+def pairs(ours: list[Pass], theirs: list[Pass]) -> list[tuple[float, ...]]:
+    """Return, for each request, a tuple of four numbers: (tokens, seconds) in `ours`, then in `theirs`; see `rates`."""
+    return [(*one, *other) for one, other in zip(rates(ours), rates(theirs), strict=True)]
+
+
 def rate_ratio(items: list[tuple[float, ...]]) -> float:
     """Return the ratio of two speeds, the first measurement's over the second's; 0.0 if the second is 0. Each speed is
-    total tokens over total seconds. `items`: for each request (tokens, seconds) of the first measurement, then (tokens,
-    seconds) of the second, in one tuple of four numbers."""
+    total tokens over total seconds. `items`: the two measurements, as `pairs` returns them."""
     own, other = ratio_of_sums([item[:2] for item in items]), ratio_of_sums([item[2:] for item in items])
     return own / other if other else 0.0
 

@@ -25,7 +25,7 @@ from paceline.bench.steps import MockBench, StepBench
 from paceline.config import EngineConfig
 from paceline.data.prompts import read_prompts
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError
 from paceline.hardware import Machine, this_machine
 from paceline.hub import resolve
 from paceline.model.backends import form_of
@@ -219,10 +219,8 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
 def check_drafts(engine: EngineConfig, num_drafted: int | None = None) -> None:
     """Raise ConfigError if the engine would draft nothing (`speculate` is off), or if both the benchmark's option
     `num_drafted` and the engine's `speculate` set the number of drafts."""
-    refuse(
-        ConfigError,
-        (engine.speculation.is_off, "speculate off drafts nothing, so there is nothing to measure: leave it out"),
-    )
+    if engine.speculation.is_off:
+        raise ConfigError("speculate off drafts nothing, so there is nothing to measure: leave it out")
     if num_drafted is not None:
         replace(engine, num_drafted=num_drafted)
 

@@ -318,15 +318,10 @@ class MockBench:
         drafter, cost, num_slots = self._drafters[setting[1:]], NO_COST, self._num_slots(setting)
         if isinstance(drafter, DFlashDrafter):
             dtype, head = self.llm.config.dtype, self._shape.hidden_size * self.llm.target.vocab_size
-            rates, num_bytes = (
-                (deployment.flops_per_s(dtype), deployment.bytes_per_s),
-                4.0 if dtype == "float32" else 2.0,
-            )
-            cost = ShapeDrafter(num_parameters(drafter) + head, *rates, num_bytes, block=drafter.num_drafted + 1)
-        costs, context = (
-            RooflineCosts(self._shape, deployment, cost),
-            self.config.prompt_tokens + self.config.max_tokens / 2,
-        )
+            rates = deployment.flops_per_s(dtype), deployment.bytes_per_s, 4.0 if dtype == "float32" else 2.0
+            cost = ShapeDrafter(num_parameters(drafter) + head, *rates, block=drafter.num_drafted + 1)
+        costs = RooflineCosts(self._shape, deployment, cost)
+        context = self.config.prompt_tokens + self.config.max_tokens / 2
         verify_s = costs.verify_s(setting.batch, 1 + (setting.num_nodes or num_slots), context)
         return verify_s + costs.draft_s(setting.batch, num_slots, context) + costs.host_s
 

@@ -85,7 +85,7 @@ def made(costs: CostsConfig, config: ChartConfig) -> Chart:
         (float(tokens), tokens * plain_s / setup.costs.round_s(batch, tokens - 1, context))
         for tokens in range(1, most + 1)
     ]
-    kind = "roofline" if setup.kind == "roofline" else f"{setup.kind} steps" if setup.kind == "measured" else setup.kind
+    kind = "measured steps" if setup.kind == "measured" else setup.kind
     series = {
         "toy": [(2.0, 2.0)],
         kind: curve,
