@@ -368,14 +368,13 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         jobs = workload(config.requests, prompt, parse_lengths("--answer-tokens", config.answer_tokens), config.seed)
     has_own = bool(passes) and costs == CostsConfig() and all(each.steps for each in passes)
     context = round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs))
+    rows = config.max_rows or MAX_ROWS
     if has_own:
         setup = Setup(StepCosts(), f"steps of {config.against}", "own", limits=list(limits.TEXTS["own"]))
     else:
-        setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
+        setup = set_up(costs, [Load(rows, context, config.max_draft or 1)])
+        setup.assumed = assumed(context, f"up to {rows}", "of the run" if passes else config.acceptance or ACCEPTANCE)
     setup.limits[:0] = limits.TEXTS["server"]
-    if not has_own:
-        acceptance_text = "of the run" if passes else config.acceptance or ACCEPTANCE
-        setup.assumed = assumed(context, f"up to {config.max_rows or MAX_ROWS}", acceptance_text)
     marginals = read_marginals(config.marginals) if config.marginals else None
     if marginals:
         marginals = marginals.first_slots(most_drafts(setup.costs, config.max_draft or len(marginals.chances_KM)))
@@ -385,7 +384,8 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     else:
         most = most_drafts(setup.costs, config.max_draft or setup.costs.max_draft or MAX_DRAFT)
         survival = tuple(parse_acceptance(config.acceptance or ACCEPTANCE).survival(most))
-    rows = config.max_rows or (config.against and rows_of(config.against)) or MAX_ROWS
+    if config.against and not config.max_rows:
+        rows = rows_of(config.against) or MAX_ROWS
     server = ServerShape(rows, config.prefill_chunk or None, config.request_overhead)
     if passes:
         compared = compare(passes, None if has_own else setup.costs, server, survival, seed=config.seed)

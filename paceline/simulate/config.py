@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from paceline.bounds import Count, Positive, Rate, Share, Whole, check, within
+from paceline.bounds import Checked, Count, Positive, Rate, Share, Whole, check, within
 from paceline.errors import ConfigError, refuse
 from paceline.simulate.assumed import CONTEXT
 
@@ -167,7 +167,7 @@ class ServingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ChartConfig:
+class ChartConfig(Checked):
     """Settings of the chart that `paceline compare --simulate` draws: speed-up over acceptance length. Raises
     ConfigError on invalid values."""
 
@@ -187,9 +187,6 @@ class ChartConfig:
     """With --columns: acceptance, as in `paceline simulate`."""
     max_draft: DraftLength = 16
     """With --columns: longest draft considered."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,8 @@ def server_flags(serving: Serving) -> dict[str, str]:
     values = {**asdict(serving), "block": drafts + 1, "sglang": method["sglang"], "vllm_config": json.dumps(config)}
     values["own_drafter"] = method["paceline"].format(drafter=serving.drafter)
     facts = {"": True, "plain": drafts == 0, "drafts": drafts > 0, "gpus": serving.num_gpus > 1}
-    facts |= {
-        "8bit_cache": serving.has_8bit_cache,
-        **{name: drafts > 0 and method[name] for name in ("model", "steps")},
-    }
+    facts["8bit_cache"] = serving.has_8bit_cache
+    facts |= {name: drafts > 0 and method[name] for name in ("model", "steps")}
     commands = {
         server: shlex.join(word.format(**values) for fact, words in lines if facts[fact] for word in words)
         for server, lines in FLAGS["servers"].items()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +170,8 @@ def experts() -> list[tuple[int, float, float, float]]:
     position selects 8 of 256 experts. A row: (number of positions; measured number of experts; number predicted if
     positions select independently; number predicted with MEASURED_LOCALITY). MEASURED_LOCALITY is the expert locality
     that was fitted to these measurements."""
-    table = TOLD["experts"]
+    table, distinct = TOLD["experts"], partial(distinct_experts, 256, 8, 1)
     return [
-        (
-            positions,
-            measured,
-            distinct_experts(256, 8, 1, positions),
-            distinct_experts(256, 8, 1, positions, MEASURED_LOCALITY),
-        )
+        (positions, measured, distinct(positions), distinct(positions, MEASURED_LOCALITY))
         for positions, measured in zip(table["positions"], table["published"], strict=True)
     ]

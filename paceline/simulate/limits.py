@@ -90,10 +90,10 @@ def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
 def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Load]) -> list[str]:
     """Returns warnings: one for the smallest load that does not fit into memory, and one if the first load's context is
     longer than the model supports."""
-    needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
-    needs.sort(key=lambda pair: pair[1].batch)
-    too_large = [memory_warning(need, load, deployment, shape) for need, load in needs if not need.fits][:1]
-    return [warning for warning in (*too_large, context_warning(shape, loads[0])) if warning]
+    by_size = sorted(loads, key=lambda load: load.batch)
+    needs = ((memory_need(shape, deployment, load.batch, load.context), load) for load in by_size)
+    too_large = next(filter(None, (memory_warning(*need, deployment, shape) for need in needs)), None)
+    return list(filter(None, (too_large, context_warning(shape, loads[0]))))
 
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:

@@ -209,16 +209,12 @@ def _weighed(curves: list[tuple[float, ...]], weights: list[float]) -> tuple[flo
 
 def _metrics(text: str, name: str, model: str | None) -> Seen:
     """Parses the counters of GET /metrics, summed over all engines."""
-    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total{"
     values = totals(engines_of(text, model, ("position",)))
-    by_place = {
-        int(key[len(per_position) + 1 : -1]): value
-        for key, value in values.items()
-        if key.startswith(per_position + "{")
-    }
+    by_place = {int(key[len(per_position) : -1]): each for key, each in values.items() if key.startswith(per_position)}
     owner = "sglang:" if any(metric.startswith("sglang:") for metric in values) else "vllm:"
     is_vllm = owner == "vllm:"
-    server = "SGLang" if not is_vllm else _vllm_like(text, values)
+    server = _vllm_like(text, values) if is_vllm else "SGLang"
     tokens = values.get(owner + "generation_tokens_total", 0.0)
     answers = values.get(owner + ("request_success_total" if is_vllm else "num_requests_total"), 0.0)
     rounds = values.get("vllm:spec_decode_num_drafts_total", 0.0)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.bounds import Count, check
+from paceline.bounds import Checked, Count
 from paceline.errors import ConfigError, needing, reraised
 from paceline.report.statistics import add_histograms, survival
 from paceline.simulate.config import DraftLength
@@ -261,7 +261,7 @@ def _pairs(drafted: Any, accepted: Any) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(Checked):
     """Batch size, context length and maximum draft length of a prediction. Raises ConfigError for impossible values."""
 
     batch: Count = 1
@@ -270,9 +270,6 @@ class Load:
     """Tokens in each sequence's cache."""
     max_draft: DraftLength = 16
     """Longest draft considered."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)

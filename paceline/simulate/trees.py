@@ -87,10 +87,8 @@ def predict_trees(
 
     def point(nodes: int) -> TreePoint:
         tokens, depth = expected[nodes]
-        verify_s, draft_s = costs.verify_s(load.batch, nodes + 1, load.context), 0.0
-        if nodes:
-            draft_s = costs.draft_s(load.batch, max(math.ceil(depth), 1), load.context)
-        round_s = verify_s + draft_s + costs.host_s
+        draft_s = costs.draft_s(load.batch, max(math.ceil(depth), 1), load.context) if nodes else 0.0
+        round_s = costs.verify_s(load.batch, nodes + 1, load.context) + draft_s + costs.host_s
         speedup = tokens * chain.plain_round_s / round_s
         rate = load.batch * tokens / round_s if has_unit else None
         return TreePoint(nodes, tokens, speedup, rate, round_s, speedup / chain.speedup)

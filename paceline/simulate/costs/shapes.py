@@ -199,10 +199,8 @@ def _check(shape: ModelShape) -> None:
 def from_json(entry: dict[str, Any]) -> ModelShape:
     """Builds a shape from a JSON object with the fields of ModelShape. Raises UnsupportedModelError for unknown,
     missing or invalid fields."""
-    what, remedy = (
-        f"{entry.get('name', 'a shape')}: the entry cannot be read",
-        "see docs/explanation/prediction.md for its fields",
-    )
+    what = f"{entry.get('name', 'a shape')}: the entry cannot be read"
+    remedy = "see docs/explanation/prediction.md for its fields"
     with reraised(UnsupportedModelError, what, remedy, KeyError, TypeError, ValueError, AttributeError):
         precisions = Precisions(**{part: format_named(name) for part, name in entry.get("precisions", {}).items()})
         experts = Experts(**entry["experts"]) if entry.get("experts") else None

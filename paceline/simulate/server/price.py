@@ -117,9 +117,8 @@ def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, pric
         server = ServerShape(batch, CHUNK)
         survival = [tuple(each.survival(most)) for each in (acceptance, better)]
         case = Case(jobs, costs, server, survival[0], price.seed)
-        plain, drafts = (
-            _most(case, policy, name, limits, price) for policy, name in (("off", "plain"), ("best", "with drafts"))
-        )
+        plain = _most(case, "off", "plain", limits, price)
+        drafts = _most(case, "best", "with drafts", limits, price)
         more = _most(replace(case, survival=survival[1]), "best", "one more token", limits, price)
         rows += [plain, drafts, more]
         sentences += _sentences(plain, drafts, more, price)
