@@ -61,8 +61,8 @@ THIS = "this"
 
 @dataclass(slots=True)
 class Setup:
-    """Inputs of a prediction: cost model (`costs`: seconds of a decode round by batch size, drafts and context), model
-    and machine. Also has sentences on the prediction's limits, and warnings."""
+    """Inputs of a prediction: the cost model `costs` (seconds of a decode round by batch size, drafts and context),
+    model and machine. Also has sentences on the prediction's limits, and warnings."""
 
     costs: StepCosts
     title: str
@@ -88,9 +88,9 @@ class Setup:
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """Returns the setup that `config` selects: round costs, model, machine, and warnings for `loads` (batch sizes and
-    context lengths to predict). An overhead (seconds added to every round) is determined at the first load's context
-    length. Raises PacelineError if a model, machine, option or file in `config` is unknown or invalid."""
+    """Returns the round costs, model, machine and warnings that `config` selects. `loads`: batch sizes and context
+    lengths to predict. An overhead (seconds added to every round) is determined at the first load's context length.
+    Raises PacelineError for an unknown or invalid model, machine, option or file."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -152,9 +152,8 @@ def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
     """Returns the machine, number formats, number of GPUs and expert locality that `config` sets. The other arguments
-    are defaults: `measured` for the machine (None: this computer, whose rates are then measured), `known` for the
-    number formats, `locality` for the expert locality. Locality is from 0 (each position selects its experts
-    independently) to 1 (all positions of a sequence share them)."""
+    are defaults: `measured` (machine; None measures this computer), `known` (number formats), `locality` (expert
+    locality: 0 if each position selects its experts independently, 1 if all positions of a sequence share them)."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
@@ -176,9 +175,9 @@ def counted(hardware: str | None) -> tuple[int, str | None]:
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
-    """Returns the drafter's cost. If `config` has the drafter's number of parameters, a roofline gives the cost; else
-    the drafter takes a share of the time of a target pass. For the roofline, parameters are float32 if the target's
-    weights are, else bfloat16 (servers do not quantise drafters)."""
+    """Returns the drafter's cost: from a roofline if `config` has its number of parameters, else a share of a target
+    pass. In a roofline, parameters are float32 if the target's weights are, else bfloat16 (servers do not quantise
+    drafters)."""
     if config.drafter_params is None:
         return _fraction(config)
     number_format = "float32" if deployment.precisions.weights == "float32" else "bfloat16"
@@ -191,8 +190,8 @@ def _fraction(config: CostsConfig) -> FractionDrafter:
 
 
 def machine_named(name: str | None) -> Machine:
-    """Returns a known machine by its name, ignoring case and spaces. None and "this" measure this machine: its GPU if
-    it has one, else its CPU. "cpu" measures its CPU. Raises ConfigError, which lists the known names."""
+    """Returns a known machine by its name, ignoring case and spaces. None and "this" measure this machine's GPU or,
+    without one, its CPU; "cpu" measures its CPU. Raises ConfigError, which lists the known names."""
     wanted = (name or THIS).strip().lower().replace("-", " ").replace("_", " ")
     if wanted in (THIS, "this machine", "cpu"):
         return this_machine(resolve(EngineConfig(device="cpu" if wanted == "cpu" else "auto")).device)
@@ -211,8 +210,7 @@ def _title(shape: ModelShape, deployment: Deployment) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Predicted speed-ups of speculation for each batch size, and the costs and acceptance that they were computed
-    from."""
+    """Predicted speed-ups of speculation for each batch size, with the costs and acceptance used."""
 
     setup: Setup
     acceptance: Acceptance
@@ -226,8 +224,8 @@ class Answer:
     """Predictions of draft trees for each batch size, if requested."""
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the prediction as a JSON object. The first batch size's figures are at the top level. "sweep" lists
-        those of all batch sizes; it is None if there is only one."""
+        """Returns the prediction as a JSON object. Figures of the first batch size are at the top level. "sweep" lists
+        those of all batch sizes, or is None if there is only one."""
         deployment = self.setup.deployment
         return {
             **asdict(self.predictions[0]),
@@ -257,7 +255,7 @@ class Answer:
 
 def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     """Predicts the speed-up of speculation for each batch size in `config`. Raises ConfigError for invalid options,
-    acceptance, marginals or tree sizes, another PacelineError for a model that is unknown or cannot be predicted."""
+    acceptance, marginals or tree sizes, and another PacelineError for a model that cannot be predicted."""
     marginals = read_marginals(config.marginals or "greedy") if config.tree else None
     if marginals and not config.acceptance:
         kind, acceptance_text = "histogram" if marginals.num_rounds else "conditional", "of the marginals"
@@ -322,8 +320,8 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """Results of a simulated server: one for each load and policy (rule for the number of drafts). If a recorded run
-    was replayed, one for each load and `speculate` setting of the run, compared with the measurement."""
+    """Results of a simulated server: one for each load and policy (rule for the number of drafts). A replay has one for
+    each load and `speculate` setting of the recorded run instead."""
 
     setup: Setup
     server: ServerShape
@@ -335,8 +333,8 @@ class ServerAnswer:
 
     @property
     def num_within(self) -> int:
-        """Number of results in `compared` that were predicted well: tokens per second with an error of at most 10%, and
-        the median time to the first token with an error of at most 30%."""
+        """Number of results in `compared` with an error of at most 10% in tokens per second, and of at most 30% in the
+        median time to the first token."""
         return sum(each.is_within for each in self.compared)
 
     def as_json(self, config: ServingConfig) -> dict[str, Any]:
@@ -359,8 +357,8 @@ class ServerAnswer:
 
 def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     """Simulates each load under each policy (rule for the number of drafts), or replays the recorded run
-    `config.against`. Raises ConfigError for invalid options, or for a run that cannot be replayed; another
-    PacelineError for a model that is unknown or cannot be predicted."""
+    `config.against`. Raises ConfigError for invalid options or a run that cannot be replayed, and another PacelineError
+    for a model that cannot be predicted."""
     passes = read_passes(config.against) if config.against else []
     jobs = [job for each in passes for job in each.jobs]
     if not passes:

@@ -56,8 +56,8 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Returns the page's JavaScript as one script: the files `names`, in this order, without their import lines. Two
-    JSON tables that they import (keys of config.json, command line flags) come first, as constants."""
+    """Returns the page's JavaScript as one script: the files `names`, in this order, without their import lines. The
+    JSON tables that they import come first, as constants."""
     tables = f"const CONFIG_KEYS = {embedded(KEYS)}, FLAGS = {embedded(FLAGS)};\n"
     return tables + "".join(IMPORT.sub("", _read(name)) for name in names)
 
@@ -73,9 +73,7 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
     - measured_locality: expert locality fitted to measurements;
     - latency_s: seconds of latency of one all-reduce between GPUs;
     - limits: sentences on a prediction's limits;
-    - measured: measured speed-ups for the chart (see `measured`);
-    - passage: a sample text (see `passage`).
-    """
+    - measured, passage: see the functions of these names."""
     machines = {name: {**asdict(machine), "option": name} for name, machine in catalogue.machines().items()}
     if this_machine is not None:
         machines["this machine"] = {**asdict(this_machine), "option": "this"}
@@ -96,14 +94,9 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
 
 def measured() -> dict[str, dict[str, Any]]:
     """Returns the measured speed-ups in the page's chart, in two series: "published" (another system's) and "own"
-    (paceline's). A series has a "label", a "note", and "points", each with these keys:
-
-    - "label": drafter, model and prompts, or "mocked";
-    - "batch": batch size;
-    - "tokens_per_round";
-    - "speedup": over plain decoding;
-    - "is_mocked": True if the acceptance was mocked.
-    """
+    (paceline's). A series has a "label", a "note" and "points". A point has a "label" (drafter, model and prompts, or
+    "mocked"), "batch", "tokens_per_round", "speedup" (over plain decoding), and "is_mocked" (True for mocked
+    acceptance)."""
     system = landmarks.TOLD["systems"][0]
     points = [each for each in system["points"] if "tokens_per_round" in each]
     published = [
@@ -136,8 +129,8 @@ def _point(label: str, tokens_per_round: float, speedup: float, is_mocked: bool)
 
 
 def passage() -> list[str]:
-    """Returns a sample text in pieces of about one token. The page shows them one after the other, at the predicted
-    decoding speed; no model generated the text."""
+    """Returns a sample text in pieces of about one token. The page shows them one by one at the predicted decoding
+    speed; no model generated the text."""
     return PIECE.findall(_read("passage.txt").strip())
 
 

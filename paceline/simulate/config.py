@@ -19,8 +19,8 @@ def _check(settings: Any) -> None:
 
 
 def given_of(settings: Any, *names: str) -> list[str]:
-    """Returns those of the options `names` whose values in `settings` differ from their defaults, as written on the
-    command line (--max-draft)."""
+    """Returns those of the options `names` whose values differ from their defaults, as written on the command line
+    (--max-draft)."""
     own = {field.name: field.default for field in fields(settings)}
     return [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) != own[name]]
 
@@ -30,9 +30,8 @@ DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 
 @dataclass(frozen=True, slots=True)
 class CostsConfig:
-    """Selects the source of step times: a model on a machine, measured steps, a calibration, or the toy model (a round
-    takes as long as a plain target pass). Raises ConfigError on invalid values, or if two options contradict each
-    other."""
+    """Selects the source of step times: a model on a machine, measured steps, a calibration, or the toy model, in which
+    a round takes as long as a plain target pass. Raises ConfigError on invalid values or contradicting options."""
 
     model: str | None = None
     """A model name from --list, a config.json, a folder with one, or a GGUF file [default: smollm2-135m]."""
@@ -122,8 +121,7 @@ class PredictConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """Settings of the simulated server and its load. Raises ConfigError on invalid values, or if two options contradict
-    each other."""
+    """Settings of the simulated server and its load. Raises ConfigError on invalid values or contradicting options."""
 
     max_draft: Count | None = None
     """Maximum drafts of a round [default: the measured or recorded number, else 16]."""
@@ -168,7 +166,7 @@ class ServingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChartConfig(Checked):
-    """Settings of the chart that `paceline compare --simulate` draws: speed-up over acceptance length. Raises
+    """Settings of the chart of speed-up over acceptance length that `paceline compare --simulate` draws. Raises
     ConfigError on invalid values."""
 
     results: tuple[Path, ...] = ()
@@ -191,8 +189,8 @@ class ChartConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig:
-    """Settings for the price of answers: price of the machine, required response times, and the requests to simulate.
-    Raises ConfigError on invalid values."""
+    """Settings for the price of answers: the machine's price, required response times, and requests to simulate. Raises
+    ConfigError on invalid values."""
 
     price_per_hour: Positive | None = None
     """Price per hour of the machine with all its GPUs; prints requests/s and the price of 1,000 answers."""

@@ -27,8 +27,8 @@ def read_json(
 
 
 def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
-    """Returns the JSON objects in a file: a single one, a list of them, or one per line; other values are ignored.
-    Raises ConfigError if the file cannot be read or is not JSON. `remedy`: advice added to the message."""
+    """Returns the JSON objects in a file: one, a list of them, or one per line; other values are ignored. Raises
+    ConfigError if the file cannot be read or is not JSON. `remedy`: advice added to the message."""
     with reraised(ConfigError, f"cannot read {file}", remedy, OSError, UnicodeDecodeError):
         text = file.read_text(encoding="utf-8")
     try:
@@ -41,8 +41,7 @@ def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
 
 
 def with_name(text: str) -> tuple[str, str]:
-    """Splits "FILE:NAME" into (file, name). The name is "" if `text` has no colon, or is itself the path of an existing
-    file."""
+    """Splits "FILE:NAME" into (file, name). The name is "" if `text` has no colon or is itself an existing file."""
     path, _, name = text.rpartition(":") if not os.path.exists(text) and ":" in text else (text, "", "")
     return path, name
 
@@ -62,7 +61,7 @@ def check_amounts(record: Any) -> None:
 
 def record_of(kind: type[T], content: Any) -> T:
     """Builds a dataclass of type `kind` from a JSON object; other keys than its fields are ignored. Raises ValueError
-    if an int or float field is missing or is not a finite number of 0 or more."""
+    if an int or float field is not a finite number of 0 or more."""
     values = content if isinstance(content, dict) else {}
     record = kind(**{field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
     check_amounts(record)

@@ -38,12 +38,8 @@ class Serving:
 
 def server_flags(serving: Serving) -> dict[str, str]:
     """Returns server name (paceline, vllm, sglang) -> command line that serves the model with the drafter and number of
-    drafts in `serving`; 0 drafts mean plain decoding.
-
-    Block sizes in these command lines are the number of drafts + 1, because they include the anchor (the last accepted
-    token). If paceline cannot run the model, or if `serving` has several GPUs, a remark replaces paceline's command
-    line.
-    """
+    drafts in `serving`; 0 drafts mean plain decoding. If paceline cannot run the model, or for several GPUs, a remark
+    replaces paceline's command line. Block sizes in command lines include the last accepted token (drafts + 1)."""
     method, drafts = METHODS[serving.method], serving.num_drafted
     checkpoint = {"model": serving.drafter} if method["model"] else {}
     config = {"method": method["vllm"], **checkpoint, "num_speculative_tokens": drafts, **method.get("vllm_more", {})}

@@ -35,8 +35,8 @@ WAYS = {"token by token": (0.75, None), "in blocks": (0.89, 16)}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One published decoding rate of a system, in tokens/s of one stream. Also has the published and the predicted
-    speed-up over plain decoding. A speed-up is a ratio of total rates: tokens/s summed over all streams."""
+    """One published decoding rate of a system (tokens/s of one stream), with the published and the predicted speed-up
+    over plain decoding. A speed-up is a ratio of tokens/s summed over all streams."""
 
     system: str
     setting: str
@@ -64,8 +64,7 @@ class Served:
 
 
 def served() -> Iterator[Served]:
-    """Yields each published decoding rate of other systems, in tokens/s, with its published and its predicted
-    speed-up."""
+    """Yields each published decoding rate of other systems, with its published and its predicted speed-up."""
     for system in TOLD["systems"]:
         costs = _costs_of(system)
         added_s = overhead_s(costs, Load(1, system["context"]), system["plain_rate"])
@@ -119,8 +118,7 @@ class Walked:
 
 
 def walked() -> Iterator[Walked]:
-    """Yields every speed-up in the two tables of the walk-through (a published calculation), each with the simulator's
-    prediction."""
+    """Yields every speed-up in the walk-through (a published calculation), with the simulator's prediction."""
     table = TOLD["walkthrough"]
     for model, ways in table["models"].items():
         shape = catalogue.find(model)
@@ -149,9 +147,8 @@ class BestLengths:
 
 
 def best_lengths() -> Iterator[BestLengths]:
-    """Yields, for each drafter with published figures, the published and the predicted best number of drafts. The
-    prediction uses the drafter's measured survival curve (share of rounds whose first i drafts are all accepted) and
-    its roofline."""
+    """Yields the published and the predicted best number of drafts of each drafter. The prediction uses the drafter's
+    roofline and its measured survival curve (share of rounds whose first i drafts are all accepted)."""
     table = TOLD["best_lengths"]
     shape, machine = catalogue.find(table["model"]), catalogue.machines()["B200"]
     deployment = Deployment(machine, shape.precisions)
@@ -166,10 +163,9 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """Returns how many distinct experts one layer reads for several consecutive positions of one sequence, when each
-    position selects 8 of 256 experts. A row: (number of positions; measured number of experts; number predicted if
-    positions select independently; number predicted with MEASURED_LOCALITY). MEASURED_LOCALITY is the expert locality
-    that was fitted to these measurements."""
+    """Returns the number of distinct experts (of 256, 8 per position) that a layer reads for consecutive positions. A
+    row: (positions; measured number; number predicted if positions select independently; number predicted with
+    MEASURED_LOCALITY, which was fitted to these measurements)."""
     table, distinct = TOLD["experts"], partial(distinct_experts, 256, 8, 1)
     return [
         (positions, measured, distinct(positions), distinct(positions, MEASURED_LOCALITY))

@@ -30,9 +30,9 @@ LOOKUPS = ("ngram",)
 
 
 def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
-    """Returns (`costs` with the drafter cost of this drafting method, sentences that explain it). n-gram lookup costs
-    0; any other method costs the default share of a target pass. Returns (`costs`, []) if `method` is None, or if
-    `costs` already fix the drafter's cost, for example by measured times."""
+    """Returns (`costs` with the drafter cost of a drafting method, sentences that explain it). n-gram lookup costs 0,
+    other methods the default share of a target pass. `costs` are unchanged if `method` is None, or if they already fix
+    the drafter's cost, for example by measured times."""
     is_said = costs.drafter_cost is not None or costs.drafter_params is not None
     if method is None or is_said or costs.toy or costs.table is not None or costs.calibration is not None:
         return costs, []
@@ -71,12 +71,8 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 
 
 def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
-    """Returns sentences on the limits of the acceptance data. Each is included only if it applies:
-
-    - One chance is used for all drafts. (If this applies, it is the only sentence.)
-    - `load` has more draft positions than the data.
-    - The data come from recorded rounds, with their number.
-    """
+    """Returns those of these sentences on the acceptance data that apply: one chance is used for all drafts; or else,
+    `load` has more draft positions than the data, and the data come from a number of recorded rounds."""
     if acceptance.kind == "constant":
         return [TEXTS["constant"]]
     limits = []
@@ -98,8 +94,8 @@ def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Loa
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:
     """Returns a warning if weights and caches (`need`) do not fit into memory, else None. The warning names the
-    smallest number of GPUs with enough memory; with `shape`, the smallest one that can also divide the attention heads,
-    if there is one."""
+    smallest number of GPUs with enough memory. With `shape`, this number can also divide the attention heads, if there
+    is such a number."""
     if need.fits:
         return None
     weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes

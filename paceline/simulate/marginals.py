@@ -25,14 +25,13 @@ REMEDY = (
 
 
 def built_in() -> dict[str, dict[str, Any]]:
-    """Returns name -> recorded counts of a drafter's candidates, built into paceline. The counts have these keys:
+    """Returns name -> recorded counts of a drafter's candidates, built into paceline. A record has these keys:
 
     - "about": description of the record;
-    - "tried": for each draft position, the number of rounds in which the top candidates of all earlier positions were
+    - "tried": for each draft position, number of rounds in which the top candidates of all earlier positions were
       right;
-    - "stood": for each draft position and candidate rank, the number of these rounds in which this candidate was the
-      target's token.
-    """
+    - "stood": for each draft position and candidate rank, number of these rounds in which this candidate was the
+      target's token."""
     return read_json(BUILT_IN, "install paceline again")
 
 
@@ -51,8 +50,8 @@ def read_marginals(text: str) -> Marginals:
 
 def marginals_in(content: Any, name: str, drafter: str = "") -> Marginals:
     """Returns the marginals (acceptance chances by draft position and candidate rank) in `content`, the content of a
-    JSON file. `name`: the file's name, for errors. `drafter`: drafter whose marginals to return, if the file has
-    several; "" selects the one with the most rounds. Raises ConfigError if there are no marginals."""
+    JSON file. `name`: the file's name, for errors. `drafter`: drafter to use if the file has several; "" selects the
+    one with the most rounds. Raises ConfigError if there are no marginals."""
     if isinstance(content, dict) and isinstance(content.get("results"), list):
         return Marginals.of(Tally.of(_of_run(content["results"], name, drafter)))
     marginals = content.get("marginals") if isinstance(content, dict) else content

@@ -51,8 +51,8 @@ LEAST_RATE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Figures of one interval of a server's log. If they come from saved metrics, which have no intervals, they are
-    means over the whole time."""
+    """Figures of one interval of a server's log. Saved metrics have no intervals: their figures are means over the
+    whole time."""
 
     running: int
     """Number of requests that decoded together."""
@@ -89,13 +89,13 @@ class Seen:
 
 
 def is_server_text(text: str) -> bool:
-    """True if `text` looks like a log or metrics that `parse_server` reads. The beginning of a file is enough."""
+    """True if `text`, or the beginning of a file, looks like a log or metrics that `parse_server` reads."""
     return any(mark in text for mark in (*PREFIXES, "Avg generation throughput:", "Decode batch"))
 
 
 def read_server(file: Path, model: str | None = None) -> Seen:
-    """Reads a server's log, or the saved text of GET /metrics. If it covers several models, `model` selects one; `file`
-    may also be FILE:MODEL. Raises ConfigError if the file cannot be read, or has no line of a known form."""
+    """Reads a server's log, or the saved text of GET /metrics. `file` may also be FILE:MODEL, and `model` selects one
+    of several models. Raises ConfigError if the file cannot be read, or has no line of a known form."""
     path, name = with_name(str(file))
     file, model = Path(path), name or model
     with reraised(

@@ -38,9 +38,8 @@ DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance chances by draft position. Each is the chance that the draft at this position is accepted if all
-    earlier drafts of the round are. Positions beyond the last one given have its chance too. Raises ConfigError for
-    chances outside 0..1."""
+    """Acceptance chances by draft position, each given that all earlier drafts of the round are accepted. Positions
+    beyond the last one given have its chance too. Raises ConfigError for chances outside 0..1."""
 
     conditional: tuple[float, ...]
     """conditional[i - 1]: chance that draft i is accepted if all earlier ones are."""
@@ -67,8 +66,7 @@ class Acceptance:
         return self.conditional[min(place, len(self.conditional)) - 1]
 
     def survival(self, num_drafted: int) -> list[float]:
-        """Returns a list of `num_drafted` shares: entry i is the share of rounds whose first i + 1 drafts are all
-        accepted."""
+        """Returns `num_drafted` shares: entry i is the share of rounds whose first i + 1 drafts are all accepted."""
         return list(itertools.accumulate(map(self.at, range(1, num_drafted + 1)), operator.mul))
 
 
@@ -90,9 +88,9 @@ def constant(chance: float) -> Acceptance:
 
 
 def chance_for(wanted: float, num_drafted: int) -> float:
-    """Returns the acceptance chance, equal for all draft positions, that gives `wanted` tokens per round on average
-    (with the bonus token) if every round has `num_drafted` drafts. Raises ConfigError unless `wanted` is between 1 and
-    `num_drafted` + 1."""
+    """Returns the acceptance chance, equal for all draft positions, at which rounds of `num_drafted` drafts give
+    `wanted` tokens on average (with the bonus token). Raises ConfigError unless `wanted` is between 1 and `num_drafted`
+    + 1."""
     if not 1 <= wanted <= num_drafted + 1:
         raise ConfigError(
             f"{num_drafted} drafts bring between 1 and {num_drafted + 1} tokens a round, never {wanted:g}"
@@ -120,12 +118,9 @@ def from_survival(shares: Sequence[float]) -> Acceptance:
 
 
 def from_histogram(counts: Sequence[float]) -> Acceptance:
-    """Builds the acceptance from `counts[n]`, the number of rounds with exactly n accepted drafts, as in bench results
-    and traces.
-
-    All rounds are assumed to have had the same number of drafts. If some had fewer, the chances of late drafts are
-    slightly too low. Raises ConfigError without rounds or without drafts.
-    """
+    """Builds the acceptance from `counts[n]`, the number of rounds with exactly n accepted drafts. All rounds are
+    assumed to have had the same number of drafts; if some had fewer, the chances of late drafts are slightly too low.
+    Raises ConfigError without rounds or without drafts."""
     if not all(map(is_amount, counts)) or len(counts) < 2 or sum(counts) == 0:
         raise ConfigError(
             "the histogram needs counts of rounds with 0, 1, 2, ... accepted drafts, at least two of them"
@@ -137,9 +132,9 @@ def from_histogram(counts: Sequence[float]) -> Acceptance:
 
 
 def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
-    """Builds the acceptance from (number drafted, number accepted) of each round. The chance of draft i comes from the
-    rounds that had a draft i and accepted all drafts before it: it is the share of these rounds that also accepted
-    draft i. Raises ConfigError if no round drafted anything."""
+    """Builds the acceptance from (number drafted, number accepted) of each round. The chance of draft i is the share of
+    rounds that accepted it, among those that had a draft i and accepted all before it. Raises ConfigError if no round
+    drafted anything."""
     pairs = [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
     if not pairs:
         raise ConfigError("no round drafted anything: record a run with a drafter")
@@ -166,9 +161,7 @@ def parse_acceptance(text: str) -> Acceptance:
     - 0.8,0.75: a chance for each draft position.
     - survival:.77,.57: shares of rounds whose first 1, 2 drafts are accepted.
     - histogram:20,10,5: numbers of rounds with 0, 1, 2 accepted drafts.
-    - A path: results of bench decode or evaluate, traces, or a server's log (see `read_acceptance`). PATH:NAME selects
-      a drafter or model.
-    """
+    - A path, or PATH:NAME with a drafter or model, see `read_acceptance`."""
     kind, colon, rest = text.partition(":")
     if colon and kind.strip().lower() in WRITTEN:
         return WRITTEN[kind.strip().lower()](_numbers(rest, text))
@@ -190,14 +183,9 @@ def _numbers(text: str, whole: str) -> list[float]:
 
 
 def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
-    """Reads the acceptance from a file or, except for a log, its folder. Raises ConfigError for any other file than
-    these.
-
-    - Results of bench decode or evaluate. `drafter`: the drafter whose result to use; "" selects the one with the most
-      tokens per round.
-    - Traces. `drafter` is ignored.
-    - A server's log. `drafter`: the model to use, if the log has several.
-    """
+    """Reads the acceptance from results of bench decode or evaluate, from traces, or from a server's log. `path`: the
+    file or, except for a log, its folder. `drafter`: in results, the drafter to use ("" selects the one with the most
+    tokens per round); in a log, the model. Raises ConfigError for any other file."""
     named = [path / "results.json", path / "evaluation.json"]
     stored = [file for file in named if file.exists()] or sorted(path.glob("*.parquet"))
     files = (stored or named) if path.is_dir() else [path]
@@ -274,8 +262,7 @@ class Load(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Best draft length and speed-up that are predicted if `points` are added to every acceptance chance (0.01 is one
-    percentage point)."""
+    """Best draft length and speed-up that are predicted for a changed acceptance."""
 
     points: float
     """Number added to every acceptance chance; 0.01 is one percentage point."""
@@ -314,19 +301,14 @@ def curve(round_s: Sequence[float], acceptance: Acceptance) -> list[tuple[int, f
 
 
 def best(points: list[tuple[int, float]]) -> tuple[int, float]:
-    """Returns the (drafts, speed-up) pair with the highest speed-up; if several are equal, the one with the fewest
-    drafts."""
+    """Returns the (drafts, speed-up) pair with the highest speed-up and, among equal ones, the fewest drafts."""
     return max(points, key=lambda point: (point[1], -point[0]))
 
 
 def most_drafts(costs: StepCosts, wanted: int) -> int:
-    """Returns the largest number of drafts per round to consider: `wanted`, or the drafter's limit if that is less. The
-    limit depends on the drafter:
-
-    - With measured drafting times, it is the largest measured number of drafts.
-    - A drafter of several tokens per pass (a block) can draft one block.
-    - A drafter of one token per pass has no limit.
-    """
+    """Returns the largest number of drafts per round to consider: `wanted` or, if less, the drafter's limit. The limit
+    is the largest measured number of drafts, or the block of a drafter of several tokens per pass. A drafter of one
+    token per pass has no limit."""
     if isinstance(costs, MeasuredCosts) and costs.draft:
         return min(wanted, costs.max_draft or wanted)
     drafter = costs.drafter if isinstance(costs, MeasuredCosts | RooflineCosts) else NO_COST
@@ -336,7 +318,7 @@ def most_drafts(costs: StepCosts, wanted: int) -> int:
 
 def predict(costs: StepCosts, acceptance: Acceptance, load: Load, has_unit: bool = True) -> Prediction:
     """Predicts the speed-up of one load for each draft length, up to the limits of load and drafter. `has_unit`: True
-    if `costs` are in seconds; for the toy model, whose costs have no unit, False leaves out tokens per second."""
+    if `costs` are in seconds; False (toy model) leaves out tokens per second."""
     lengths = range(most_drafts(costs, load.max_draft) + 1)
     round_s = [costs.round_s(load.batch, length, load.context) for length in lengths]
     points = curve(round_s, acceptance)

@@ -24,8 +24,7 @@ BEST = "best"
 
 @dataclass(frozen=True, slots=True)
 class TreePoint:
-    """Predicted acceptance length and speed of decoding if each sequence gets a draft tree of `nodes` drafts in every
-    round."""
+    """Predicted acceptance length and speed if each sequence gets a draft tree of `nodes` drafts in every round."""
 
     nodes: int
     tokens_per_round: float
@@ -39,8 +38,8 @@ class TreePoint:
 
 @dataclass(frozen=True, slots=True)
 class TreePrediction:
-    """Predictions of draft trees for one load: for the best tree size and for the requested ones. They are compared
-    with the best chain (drafts without branches)."""
+    """Predictions of draft trees for one load, for the best tree size and the requested ones. They are compared with
+    the best chain (drafts without branches)."""
 
     batch: int
     best_nodes: int
@@ -65,9 +64,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
-    """Returns the mean acceptance length (tokens per round) and the mean depth (drafts on the longest path) of draft
-    trees, in a list: entry n is for trees with n drafts, from 0 to MOST_NODES. `marginals`: acceptance chances by draft
-    position and candidate rank. `num_slots`: depth limit of the trees; later positions of `marginals` are not used."""
+    """Returns the mean acceptance length and the mean depth (drafts on the longest path) of draft trees: entry n is for
+    trees of n drafts, from 0 to MOST_NODES. `marginals`: acceptance chances by draft position and candidate rank.
+    `num_slots`: maximum depth of a tree."""
     if not num_slots:
         return [Expected(1.0, 0.0)] * (MOST_NODES + 1)
     return marginals.first_slots(num_slots).expected(MOST_NODES)
@@ -81,7 +80,7 @@ def predict_trees(
     sizes: Sequence[int],
     has_unit: bool = True,
 ) -> TreePrediction:
-    """Predicts draft trees for one load: of the best size, and of the requested `sizes` (numbers of drafts).
+    """Predicts draft trees of the best size and of the requested `sizes` (numbers of drafts) for one load.
     `expected[n]`: acceptance length and depth of trees with n drafts. `chain`: prediction of chains (drafts without
     branches) for the same load. `has_unit`: True if costs are in seconds; otherwise tokens per second are None."""
 

@@ -45,8 +45,8 @@ FEWEST = 6
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One measured time in seconds, of a target pass, of drafting or of a whole round. Its size is given by the batch
-    size, the positions or drafts per row (`width`), and the context in tokens."""
+    """One measured time in seconds of a target pass, of drafting or of a whole round. Its size is the batch size, the
+    positions or drafts per row (`width`) and the context in tokens."""
 
     batch: float
     width: float
@@ -61,8 +61,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Measured times of target passes, drafting, whole rounds and the host (launches, scheduling, sampling), read from
-    one or several steps.json, which `paceline bench steps` writes."""
+    """Measured times of target passes, drafting, whole rounds and the host (launches, scheduling, sampling), from one
+    or several steps.json of `paceline bench steps`."""
 
     verify: list[Observation]
     draft: list[Observation]
@@ -93,9 +93,8 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A calibration of the roofline, fitted to all measured times (`steps`). Its prediction error is estimated by a
-    second fit that leaves out some sizes (batch, positions per row); `held_out` has the second fit's predictions at
-    these sizes."""
+    """A calibration of the roofline, fitted to all measured times (`steps`), with an estimate of its prediction error.
+    `held_out` has the predictions of a second fit at the sizes (batch, positions per row) that it left out."""
 
     steps: Steps
     calibration: Calibration
@@ -118,9 +117,9 @@ class Fitted:
 
 
 def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
-    """Fits the parameters of the roofline cost model to the measured step times in `paths` (runs of `paceline bench
-    steps`). `config`: its model, machine and number formats, if given, replace those of the runs. Raises PacelineError
-    for invalid or too few times, or an unknown model or machine."""
+    """Fits the parameters of the roofline cost model to the step times in `paths` (runs of `paceline bench steps`).
+    Model, machine and number formats in `config` replace those of the runs. Raises PacelineError for invalid or too few
+    times, or an unknown model or machine."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
     known, measured = precisions_of(files[0], shape.precisions), machine_of(files[0])
@@ -129,13 +128,11 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
 
 
 def locality_of(steps: Steps, shape: ModelShape) -> float:
-    """Returns the expert locality with which `distinct_experts` best predicts the measured numbers of distinct experts.
-    0: each position selects its experts independently; 1: all positions of a sequence share them. Returns 0 if the
-    numbers were not measured.
+    """Returns the expert locality with which `distinct_experts` best predicts the measured numbers of experts; 0
+    without such numbers. 0: each position selects its experts independently; 1: all positions of a sequence share them.
 
-    Use the result only with step times of the same measurement. A model with random weights has a higher locality than
-    a trained model on text.
-    """
+    Use the result only with step times of the same measurement: a model with random weights has a higher locality than
+    a trained model on text."""
     experts = shape.experts
     if not experts or not steps.experts:
         return 0.0
@@ -191,22 +188,20 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
 
 
 def machine_of(steps: dict[str, Any]) -> Machine | None:
-    """Returns the machine on which the times in `steps`, the content of a steps.json, were measured, with its peak
-    bandwidth and FLOP/s. Returns None if `steps` does not describe it completely."""
+    """Returns the machine that the content of a steps.json describes, with its peak bandwidth and FLOP/s. Returns None
+    if the description is incomplete."""
     machine = steps.get("machine")
     known = set(Machine.__dataclass_fields__)
     return Machine(**machine) if isinstance(machine, dict) and {*machine, "cached_bytes_per_s"} == known else None
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
-    """Returns the number formats of the measured model. `steps`: content of a steps.json, the times of
-    passes measured by `paceline bench steps`. `known`: number formats according to the model's config.
+    """Returns the number formats of the measured model. `steps`: content of a steps.json. `known`: number formats by
+    the model's config.
 
-    - Attention and cache get the "dtype" of `steps`. If this is missing or not a format of the simulator, they get the
-      cache's format in `known`.
-    - Weights and experts get the "weight_format" of `steps`: the first one if a GGUF file has several. If this is
-      missing or not a format of the simulator, they get the format of attention and cache.
-    """
+    - Attention and cache get the "dtype" of `steps`, or the cache's format in `known` if that is missing or unknown.
+    - Weights and experts get the "weight_format" of `steps` (the first one if a GGUF file has several), or the format
+      of attention and cache if that is missing or unknown."""
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
@@ -214,16 +209,15 @@ def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
 
 
 def fitted(steps: Steps, shape: ModelShape, deployment: Deployment) -> Fitted:
-    """Fits the costs of a round to all measured sizes (batch, positions per row). To measure the prediction error, also
-    fits them to about two thirds of the sizes and predicts the others. Raises ConfigError if no size can be left
-    out."""
+    """Fits the costs of a round to all measured sizes (batch, positions per row). A second fit to about two thirds of
+    the sizes predicts the others, to measure the prediction error. Raises ConfigError if no size can be left out."""
     calibration = fit(steps, shape, deployment)
     return Fitted(steps, calibration, calibration.costs(shape, deployment), predicted(steps, shape, deployment))
 
 
 def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
-    """Fits the costs of the target pass and of drafting to all measured times. The seconds of the host per round are
-    not fitted: the measured ones are used."""
+    """Fits the costs of the target pass and of drafting to all measured times. The host's seconds per round are not
+    fitted: the measured ones are used."""
     draft = fit_draft(steps.draft) if steps.draft else None
     verify = fit_pass(steps.verify, shape, deployment)
     where = (deployment.machine, deployment.precisions, deployment.expert_locality)
@@ -233,7 +227,7 @@ def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
 def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment) -> PassFit:
     """Fits the roofline model of a target pass to measured times. The fit has a factor on the seconds of reading
     weights and caches, a factor on the seconds of arithmetic, and added seconds per pass, per position and per cached
-    token. The ratio of the two factors is found by search, the rest by non-negative least squares."""
+    token."""
     parts = [_part_seconds(each, shape, deployment) for each in times]
     others = np.array([[1.0, each.batch * each.width, each.batch * each.context] for each in times])
 
@@ -252,13 +246,12 @@ def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) 
 
 
 def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
-    """Returns (share of the machine's memory bandwidth, share of its arithmetic rate) that passes over one sequence
+    """Returns the shares of the machine's memory bandwidth and of its arithmetic rate that passes over one sequence
     reach under the fitted costs; 1.0 is the full rate. `context`: cached tokens of the sequence.
 
-    The first share is the seconds of reading at the full bandwidth, divided by the fitted seconds of a pass over one
-    position. The second share is computed in the same way for arithmetic, from the difference between a pass over 128
-    positions and one over 64.
-    """
+    The first share is the seconds of reading at full bandwidth, divided by the fitted seconds of a pass over one
+    position. The second is computed likewise for arithmetic, from the difference between passes over 128 and 64
+    positions."""
 
     def at(positions: float) -> tuple[float, float, float]:
         parts = _part_seconds(Observation(1, positions, context, 0.0), costs.shape, costs.deployment)
@@ -274,8 +267,8 @@ def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
 
 
 def fit_draft(times: list[Observation]) -> DraftFit:
-    """Fits a drafter's cost to measured drafting times in two ways: with one pass for all drafts, and with one pass per
-    draft. Returns the fit with the smaller mean squared relative error."""
+    """Fits a drafter's cost with one pass for all drafts, and with one pass per draft. Returns the fit with the smaller
+    mean squared relative error."""
     fits = [_fit_draft(times, is_block) for is_block in (True, False)]
     return min(fits, key=lambda pair: pair[0])[1]
 
@@ -306,10 +299,8 @@ def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Non-negative least squares: returns the x >= 0 [k] that minimises |columns @ x - wanted|. `columns`: [n, k] with
     a small k; `wanted`: [n].
 
-    Solves ordinary least squares for every subset of the columns, and takes the best solution without negative terms
-    (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23). Columns are first scaled to unit length, so
-    that seconds and counts weigh alike.
-    """
+    Solves ordinary least squares for every subset of the columns, scaled to unit length, and takes the best solution
+    without negative terms (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23)."""
     lengths = np.linalg.norm(columns, axis=0)
     scale = np.where(lengths > 0, lengths, 1.0)
     scaled, best, least = columns / scale, np.zeros_like(scale), np.linalg.norm(wanted)
@@ -338,9 +329,8 @@ def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
 
 
 def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[HeldOut]:
-    """Fits the costs of a round to about two thirds of the sizes (batch, positions per row), and predicts the times of
-    whole rounds at the others. Returns each measured and predicted time in seconds. Raises ConfigError if no size can
-    be left out."""
+    """Fits the costs of a round to about two thirds of the sizes (batch, positions per row). Returns the measured and
+    the predicted seconds of whole rounds at the other sizes. Raises ConfigError if no size can be left out."""
     held = held_out_sizes(steps)
     training = replace(
         steps,
@@ -359,9 +349,8 @@ def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[H
 
 
 def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
-    """Returns the sizes (batch, positions per row) to leave out of a fit: at each batch size, about a third of the
-    measured numbers of positions. Two sizes are never left out: the fewest positions at the smallest batch, and the
-    most positions at the largest batch."""
+    """Returns the sizes (batch, positions per row) to leave out of a fit: about a third of the positions at each batch
+    size. The smallest and the largest size are never left out."""
     batches = sorted({each.batch for each in steps.verify})
     held = set()
     for number, batch in enumerate(batches):
@@ -371,9 +360,8 @@ def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
 
 
 def measured_rounds(steps: Steps) -> list[Observation]:
-    """Returns the times of whole rounds. If `steps` contains no such times, a round's time is the sum of its
-    verification, drafting and host time. If drafting was measured, a round with drafts is left out unless drafting was
-    measured at its size."""
+    """Returns the times of whole rounds or, without such times in `steps`, the sums of verification, drafting and host
+    time. If drafting was measured, rounds with drafts at other sizes are left out."""
     drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
     rounds = steps.rounds or [
         replace(each, seconds=each.seconds + drafts.get((*each.size, each.context), 0.0) + steps.host_s)

@@ -63,8 +63,8 @@ def machines() -> dict[str, Machine]:
 
 
 def machine(name: str) -> Machine | None:
-    """Returns the known machine with this name; case, spaces, hyphens and the maker's name are ignored. `name` may also
-    be the first word of a machine's name, if only one machine's name begins with it. Returns None without a match."""
+    """Returns the known machine with this name; case, spaces, hyphens and the maker's name are ignored. A first word
+    that only one machine's name begins with is enough. Returns None without a match."""
     known, wanted = machines(), re.sub(r"[\s_-]", "", name).lower()
     names = {each.replace(" ", "").lower(): each for each in known}
     names |= {each.removeprefix("apple"): full for each, full in names.items()}
@@ -91,11 +91,9 @@ def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
 
 def find(model: str) -> ModelShape:
     """Returns a model's shape. `model`: a catalogue name (case and hub owner are ignored), a config.json or its folder,
-    a JSON file with the fields of ModelShape, or a GGUF file.
-
-    Raises ModelNotFoundError for an unknown name (with the nearest names) or a missing file, UnsupportedModelError for
-    a config without the sizes that a prediction needs, ModelFileError for a damaged GGUF file.
-    """
+    a JSON file with the fields of ModelShape, or a GGUF file. Raises ModelNotFoundError for an unknown name or a
+    missing file, UnsupportedModelError for a config without the necessary sizes, ModelFileError for a damaged GGUF
+    file."""
     path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
     if path.suffix == ".json" or is_folder:
         return _from_file(path / "config.json" if is_folder else path)
@@ -105,8 +103,8 @@ def find(model: str) -> ModelShape:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Returns the keys of a catalogue model's config.json. Raises ModelNotFoundError if the model is not in the
-    catalogue, UnsupportedModelError if the catalogue does not have its config.json."""
+    """Returns the keys of a catalogue model's config.json. Raises ModelNotFoundError for a model that is not in the
+    catalogue, UnsupportedModelError for one without a config.json there."""
     entry = _entry(model)
     if "config" not in entry:
         reason = entry.get("unavailable", "the catalogue knows its size and not its config.json")
@@ -127,15 +125,14 @@ def _entry(model: str) -> dict[str, Any]:
 
 
 def known_name(model: str) -> str:
-    """Returns the catalogue's name of `model`, a name or hub id in any case; returns `model` unchanged if it is not in
-    the catalogue."""
+    """Returns the catalogue's name of `model`, a name or hub id in any case; an unknown model is returned unchanged."""
     names = {each.lower(): name for name, entry in entries().items() for each in (name, entry["hub"]) if each}
     return names.get(model.lower(), model)
 
 
 def has_decoder(model: str) -> bool:
-    """True if paceline's own decoder can run the model of this catalogue name. Also True for a name that is not in the
-    catalogue, because nothing is known about such a model."""
+    """True if paceline's own decoder can run the model of this catalogue name, also for a name that is not in the
+    catalogue."""
     entry = entries().get(model)
     config = {} if entry is None else entry.get("config", {})
     return entry is None or (config.get("model_type") in DECODED and not config.get("enable_moe_block"))

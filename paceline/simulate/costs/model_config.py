@@ -23,7 +23,7 @@ KEYS: dict[str, Any] = json.loads((Path(__file__).parent / "config_keys.json").r
 
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
     """Computes the sizes of a model from the keys of its config.json. `name` and `source` are stored in the result.
-    Raises UnsupportedModelError if a size is missing or invalid, or the model family is not supported."""
+    Raises UnsupportedModelError for a missing or invalid size, or an unsupported model family."""
     read = ConfigReader(config)
     layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
     attention = [attention_of(read, layer) for layer in layers]
@@ -46,10 +46,8 @@ def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelS
 
 class ConfigReader:
     """Reads values of a config.json; in a multimodal one, those of the language model. A value is found under any of
-    the key names that model families use for it.
-
-    Raises UnsupportedModelError, with the key's name, if a required key is missing or a size is not a number.
-    """
+    the key names that model families use for it. Raises UnsupportedModelError, with the key's name, for a missing key
+    or an invalid size."""
 
     def __init__(self, whole_config: dict[str, Any]) -> None:
         inner = whole_config.get("text_config") or whole_config.get("llm_config") or whole_config
@@ -73,9 +71,9 @@ class ConfigReader:
         return bool(self.config.get(name))
 
     def whole(self, name: str, default: int | None = None, within: dict[str, Any] | None = None) -> int:
-        """Returns the integer value of the key `name`. The key is read from `within`, an object of the config, or from
-        the whole config if `within` is None. Returns `default` if the key is missing or null. Raises
-        UnsupportedModelError if there is no `default` either, or for a value that is not a valid size."""
+        """Returns the integer value of the key `name` in `within`, an object of the config; None: the whole config.
+        Returns `default` if the key is missing or null. Raises UnsupportedModelError without a default, or for an
+        invalid size."""
         keys, config = (name, *KEYS["other_names"].get(name, ())), self.config if within is None else within
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is None:
@@ -128,8 +126,7 @@ class ConfigReader:
 
     @property
     def layer_table(self) -> int:
-        """Number of parameters in the table of per-layer embeddings, over all layers; 0 if the model has no such
-        embeddings."""
+        """Number of parameters in the table of per-layer embeddings, over all layers; 0 without such embeddings."""
         if not self.input_size:
             return 0
         rows = self.whole("vocab_size_per_layer_input", self.whole("vocab_size"))
@@ -137,8 +134,7 @@ class ConfigReader:
 
     @property
     def is_tied(self) -> bool:
-        """True if the embedding and the LM head are one tensor. If the config does not specify it, the model's family
-        decides."""
+        """True if the embedding and the LM head are one tensor, by the config or else by the model's family."""
         value = self.whole_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings"))
         return self.family.startswith(tuple(KEYS["tied"])) if value is None else bool(value)
 
@@ -151,9 +147,9 @@ class ConfigReader:
         return self.whole(next(filter(self.has, KEYS["per_token"]), KEYS["per_token"][0]))
 
     def layer_kind(self, layer: int) -> str:
-        """Returns a layer's attention type: full_attention, sliding_attention or linear_attention. If the config has no
-        "layer_types", the type follows the pattern of the model's family: Gemma 3, for example, uses full attention in
-        every sixth layer and sliding windows in the others. Raises UnsupportedModelError for an unknown type."""
+        """Returns a layer's attention type: full_attention, sliding_attention or linear_attention. Without
+        "layer_types" in the config, the type follows the pattern of the model's family. Raises UnsupportedModelError
+        for an unknown type."""
         kinds = self.config.get("layer_types")
         if self.differs_by_layer and layer == self.whole("num_hidden_layers") - 1:
             return "full_attention"
@@ -177,9 +173,8 @@ class ConfigReader:
         return "sliding_attention" if slides else "full_attention"
 
     def compress_ratio(self, layer: int) -> int:
-        """Returns how many tokens share one entry of a layer's compressed cache (DeepSeek V4); 0 if the layer does not
-        compress it. Raises UnsupportedModelError if "compress_ratios" is not a list of integers with one for each
-        layer."""
+        """Returns how many tokens share one entry of a layer's compressed cache (DeepSeek V4); 0 if it is not
+        compressed. Raises UnsupportedModelError unless "compress_ratios" lists an integer for each layer."""
         values, num_layers = self.config.get("compress_ratios"), self.whole("num_hidden_layers")
         if (
             not isinstance(values, list)
@@ -205,8 +200,8 @@ class ConfigReader:
     @property
     def precisions(self) -> Precisions:
         """Number formats of the model's parts, from the stored dtype and the quantisation. Experts may have another
-        format than the other weights (MXFP4 in gpt-oss, fp4 in DeepSeek V4). Attention and cache are assumed to be
-        bfloat16 (the cache float8 in DeepSeek V4): the config does not show with which formats a server runs them."""
+        format than the other weights. Attention and cache are assumed to be bfloat16 (the cache float8 in DeepSeek V4),
+        because the config does not show the server's formats."""
         quantisation = self.whole_config.get("quantization_config") or self.config.get("quantization_config")
         quantisation = quantisation if isinstance(quantisation, dict) else {}
         method, dtype = quantisation.get("quant_method"), self.config.get("dtype", self.config.get("torch_dtype"))
@@ -270,9 +265,7 @@ def _latent(read: ConfigReader) -> tuple[Attention, int]:
 
 def _compressed(read: ConfigReader, layer: int) -> tuple[Attention, int]:
     """DeepSeek V4: a window, and before it one entry per `ratio` positions; ratio 4 selects among them, 128 reads all.
-
-    Low-rank queries and grouped low-rank output, one key that is also the value, the compressor, the indexer.
-    """
+    Low-rank queries and grouped low-rank output, one key that is also the value, the compressor, the indexer."""
     ratio, width = read.compress_ratio(layer), read.head_dim
     hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
     rank, out_rank, groups = read.whole("q_lora_rank"), read.whole("o_lora_rank"), read.whole("o_groups")
@@ -297,9 +290,9 @@ def _indexer(read: ConfigReader) -> dict[str, int]:
 
 
 def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
-    """Returns the number of feed-forward parameters of one layer, without experts. In a dense layer, these are its
-    feed-forward matrices. In a mixture-of-experts layer, they are those of the router and, in Gemma 4, also of a dense
-    part. Matrices for per-layer embeddings (Gemma 4) count as part of the dense ones."""
+    """Returns the number of feed-forward parameters of one layer, without experts. In a mixture-of-experts layer, these
+    are the router's and, in Gemma 4, those of a dense part. Matrices for per-layer embeddings (Gemma 4) are
+    included."""
     hidden, is_sparse = read.whole("hidden_size"), read.is_sparse(layer)
     router = hidden * (read.num_experts + read.has("shared_expert_intermediate_size")) if is_sparse else 0
     if is_sparse and not read.has("enable_moe_block"):

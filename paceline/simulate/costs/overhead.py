@@ -36,11 +36,9 @@ class Overhead:
 
 def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
     """Returns the overhead of a round in seconds: the measured time of a plain round (without drafts) less the time
-    that `costs` predict for it. `plain_rate`: measured tokens/s of each stream of `load`, with plain decoding.
-
-    A plain round gives each stream one token, so its measured time is 1 / plain_rate. Raises ConfigError if plain_rate
-    is not above 0, or is higher than `costs` allow without any overhead.
-    """
+    that `costs` predict. A plain round gives each stream one token, so it takes 1 / plain_rate. `plain_rate`: measured
+    tokens/s of each stream of `load`. Raises ConfigError if plain_rate is not above 0, or is higher than `costs`
+    allow."""
     if not 0 < plain_rate < float("inf"):
         raise ConfigError(f"plain_rate must be above 0 tokens/s, not {plain_rate:g}")
     predicted_s = costs.round_s(load.batch, 0, load.context)
@@ -56,8 +54,8 @@ def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
 
 
 def with_overhead(costs: StepCosts, added_s: float, token_s: float = 0.0) -> StepCosts:
-    """Returns `costs` with an overhead: `added_s` seconds in each round and, if `costs` are a roofline, `token_s`
-    seconds for each position of a target pass. Raises ConfigError for the toy model, whose costs are not in seconds."""
+    """Returns `costs` with `added_s` more seconds in each round and, if they are a roofline, `token_s` more for each
+    position of a target pass. Raises ConfigError for the toy model, whose costs are not in seconds."""
     if not isinstance(costs, RooflineCosts | MeasuredCosts):
         raise ConfigError("an overhead needs costs in seconds, the toy model has none: leave --toy or the overhead out")
     slower = replace(costs, host_s=costs.host_s + added_s)
@@ -73,12 +71,11 @@ def overhead_of(
     """Returns the overhead of a round, from the first of these arguments that is not None; None if all three are None.
 
     - `overhead_ms`: the overhead itself, in milliseconds.
-    - `server_log`: file of a server's log; the overhead is fitted to its round times.
+    - `server_log`: a server's log, to whose round times the overhead is fitted.
     - `plain_rate`: measured tokens/s of plain decoding with one stream.
 
-    `costs`: round costs without overhead; `context`: cached tokens per sequence. Raises ConfigError if the log cannot
-    be read, or if the log or the rate is faster than `costs` allow.
-    """
+    `costs`: round costs without overhead; `context`: cached tokens per sequence. Raises ConfigError for an unreadable
+    log, or a log or rate that is faster than `costs` allow."""
     if overhead_ms is not None:
         return Overhead(overhead_ms / 1e3, "as given")
     if server_log is not None:
@@ -95,11 +92,9 @@ def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
     predict. `seen`: the parsed log; `context`: cached tokens per sequence, where the log does not report them; `name`:
     name of the log, for messages.
 
-    The overhead is a constant: the median over the log's intervals. If `costs` are a roofline, seconds per position may
-    be added. They are fitted by a line, if the largest rounds have at least twice as many positions as the smallest.
-
-    Raises ConfigError if the log has no times of rounds, or if its rounds were faster than `costs` allow.
-    """
+    The overhead is a constant, the median over the log's intervals. For a roofline, seconds per position are fitted too
+    if the largest rounds have at least twice the positions of the smallest. Raises ConfigError for a log without times
+    of rounds, or with rounds that are faster than `costs` allow."""
     if not seen.samples:
         raise ConfigError(f"{name} tells of tokens a round but of no round's time: give a log of a steady load")
     times = [
@@ -131,7 +126,7 @@ def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
 
 def _slope(positions: Sequence[float], beyond: Sequence[float]) -> float:
     """Returns the seconds that each position adds, 0 or more. `positions`: number in each measured round; `beyond`: the
-    seconds of the round that the roofline does not predict."""
+    round's seconds that the roofline does not predict."""
     if max(positions) < 2 * min(positions):
         return 0.0
     seconds: dict[float, list[float]] = defaultdict(list)

@@ -84,9 +84,8 @@ def attended(group: Attention, context: float) -> float:
 
 
 def attention_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns the work of attention in one pass, summed over all layers of `group` (layers with equal attention) and
-    over `batch` sequences, each with `positions` new and `context` cached tokens. The pass reads a sequence's cache
-    once, for all its positions."""
+    """Returns the work of attention in one pass, over all layers of `group` and all `batch` sequences. Each sequence
+    has `positions` new and `context` cached tokens; its cache is read once, for all its positions."""
     times, seen = batch * group.layers, attended(group, context)
     if group.kind == "linear":
         return Work("attention", 0.0, times * group.state_bytes, precisions.attention)
@@ -96,10 +95,9 @@ def attention_work(group: Attention, precisions: Precisions, batch: float, posit
 
 
 def indexer_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns the work of the indexer in one pass. For sparse attention, the indexer scores all compressed cache
-    entries of a sequence (one per `group.ratio` tokens) and selects those to read. The work is summed over all layers
-    of `group` (layers with equal attention) and over `batch` sequences, each with `positions` new and `context` cached
-    tokens."""
+    """Returns the work of the indexer in one pass, over all layers of `group` and all `batch` sequences. The indexer of
+    sparse attention scores all compressed cache entries of a sequence (one per `group.ratio` tokens) and selects those
+    to read. Each sequence has `positions` new and `context` cached tokens."""
     times, ratio = batch * group.layers, group.ratio or 1
     flops = times * 2.0 * group.indexer_heads * group.indexer_dim * (context // ratio) * positions
     read = times * (context / ratio) * group.indexer_dim * num_bytes(precisions.indexer)
@@ -109,7 +107,7 @@ def indexer_work(group: Attention, precisions: Precisions, batch: float, positio
 def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
     """Returns the work of each part of a target pass: projections, experts, attention, and the indexer of sparse
     attention. Each of `batch` sequences has `positions` new and `context` cached tokens. Attention and the indexer have
-    one entry each, summed over all layers; with `deployment.per_layer`, one entry for each group of equal layers."""
+    one entry each, or with `deployment.per_layer` one for each group of equal layers."""
     precisions, tokens = deployment.precisions, batch * positions
     works = [
         Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)
@@ -130,8 +128,8 @@ def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions:
 
 
 def collective_seconds(shape: ModelShape, deployment: Deployment, tokens: float) -> float:
-    """Returns the seconds that GPUs need to exchange data in a pass over `tokens` tokens (of all sequences together):
-    two ring all-reduces of 16-bit activations per layer. 0 on one GPU."""
+    """Returns the seconds of communication between GPUs in a pass over `tokens` tokens (of all sequences together): two
+    ring all-reduces of 16-bit activations per layer. 0 on one GPU."""
     num_gpus = deployment.num_gpus
     if num_gpus == 1:
         return 0.0
@@ -148,12 +146,9 @@ def pass_seconds(
     reading: float = 1.0,
     computing: float = 1.0,
 ) -> dict[str, float]:
-    """Returns the seconds of one target pass by part, as {"projections", "experts", "attention", "collectives"}; the
-    last is communication between GPUs.
-
-    Each of `batch` sequences has `positions` new and `context` cached tokens. `reading` and `computing` are factors on
-    the seconds of reading and of arithmetic at the machine's full rates.
-    """
+    """Returns the seconds of one target pass by part: {"projections", "experts", "attention", "collectives"}; the last
+    is communication between GPUs. Each of `batch` sequences has `positions` new and `context` cached tokens. `reading`
+    and `computing`: factors on the seconds of reading and of arithmetic at the machine's full rates."""
     parts = {"projections": 0.0, "experts": 0.0, "attention": 0.0}
     for work in works_of(shape, deployment, batch, positions, context):
         read_s, compute_s = deployment.seconds(work)
@@ -177,8 +172,8 @@ class MemoryNeed:
 
 
 def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: int) -> MemoryNeed:
-    """Returns the bytes that the weights and the caches of `batch` sequences of `context` tokens need, and those that
-    the GPUs have. Activations, the drafter and the engine's reserve are not counted."""
+    """Returns the bytes that the weights and the caches of `batch` sequences of `context` tokens need, and those of the
+    GPUs. Activations, the drafter and the engine's reserve are not counted."""
     precisions = deployment.precisions
     weights = (shape.dense + shape.embedding) * num_bytes(precisions.weights)
     weights += shape.experts.resident * num_bytes(precisions.experts) if shape.experts else 0.0
@@ -188,8 +183,8 @@ def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: 
 
 def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
     """Returns the cache bytes of one sequence of `context` tokens in one layer of `group` (layers with equal
-    attention). A compressed history takes one entry per `group.ratio` tokens. Linear attention has only its state.
-    Layers that read the cache entries of other layers store nothing."""
+    attention). A compressed history takes one entry per `group.ratio` tokens; linear attention has only its state.
+    Layers that read other layers' entries store nothing."""
     if group.shared:
         return 0.0
     if group.kind == "linear":
@@ -204,9 +199,9 @@ def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
 
 
 def shares_evenly(shape: ModelShape) -> list[int]:
-    """Returns the numbers of GPUs among which tensor parallelism can divide the attention heads in vLLM and SGLang.
-    Such a number must divide the number of query heads. It must also divide the number of key heads, or be a multiple
-    of it. The list is empty if the numbers of heads are unknown."""
+    """Returns the numbers of GPUs among which tensor parallelism in vLLM and SGLang can divide the attention heads.
+    Such a number divides the number of query heads, and divides or is a multiple of the number of key heads. The list
+    is empty if the numbers of heads are unknown."""
     most = max((group.heads for group in shape.attention), default=0)
     return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
 

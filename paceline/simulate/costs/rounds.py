@@ -39,8 +39,8 @@ from paceline.simulate.files import check_amounts, is_amount, read_json, record_
 
 @dataclass(frozen=True, slots=True)
 class FractionDrafter:
-    """Drafter cost as a share of the target's: a drafter pass takes `fraction` of the seconds of a plain target pass
-    (one position per sequence) at the same batch size."""
+    """Drafter cost as a share of the target's: a pass takes `fraction` of the seconds of a plain target pass (one
+    position per sequence) at the same batch size."""
 
     fraction: float
     block: int | None = None
@@ -54,9 +54,9 @@ class FractionDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ShapeDrafter:
-    """Drafter cost from its own roofline. A pass takes max(2*P*B*D/R, b*P/BW) seconds: the longer of arithmetic and
-    reading the weights. P: parameters of b bytes each; B: sequences; D: drafts per sequence and pass (`block`, or 1 if
-    it is None); R: FLOP/s; BW: bytes/s. A round takes as many passes as its drafts need."""
+    """Drafter cost from its own roofline. A pass takes max(2*P*B*D/R, b*P/BW) seconds, the longer of arithmetic and
+    reading the weights. P: parameters of b bytes each; B: sequences; D: drafts per sequence and pass (`block`, or 1);
+    R: FLOP/s; BW: bytes/s. A round takes as many passes as its drafts need."""
 
     dense: float
     """Parameters that every pass reads (P), including the head."""
@@ -125,8 +125,8 @@ NO_COST = FractionDrafter(0.0)
 
 
 class StepCosts:
-    """Base class of cost models: seconds of a round's parts. A subclass defines `split` (the target pass). It also
-    defines `draft_s` (drafting) and `host_s` (launches, scheduling, sampling), unless these take no time."""
+    """Base class of cost models: seconds of a round's parts. A subclass defines `split` (the target pass), and
+    `draft_s` (drafting) and `host_s` (launches, scheduling, sampling) unless these take no time."""
 
     __slots__ = ()
     host_s: float = 0.0
@@ -170,8 +170,7 @@ class ToyCosts(StepCosts):
 
 @dataclass(frozen=True, slots=True)
 class RooflineCosts(StepCosts):
-    """Round costs of a model and a drafter, computed from the model's sizes and the machine's rates (roofline
-    model)."""
+    """Round costs of a model and a drafter, from the model's sizes and the machine's rates (roofline model)."""
 
     shape: ModelShape
     deployment: Deployment
@@ -210,8 +209,8 @@ class Calibration:
     """Expert locality (0: positions select experts independently; 1: they share them) in the measured passes."""
 
     def costs(self, shape: ModelShape, deployment: Deployment, drafter: DrafterCost = NO_COST) -> RooflineCosts:
-        """Returns the round costs of a model on a machine, by the fitted parameters. For a model or machine that was
-        not measured, they are only an estimate. `drafter`: drafter cost to use if no drafter was measured."""
+        """Returns the round costs of a model on a machine, by the fitted parameters; for others than those measured, an
+        estimate. `drafter`: drafter cost to use if no drafter was measured."""
         return RooflineCosts(shape, deployment, self.draft or drafter, self.host_s, self.verify)
 
     def as_json(self) -> dict[str, Any]:
@@ -219,8 +218,8 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Reads a calibration.json, or a folder that contains one. Raises ConfigError if it cannot be read or is not a
-    calibration."""
+    """Reads a calibration.json, or a folder that contains one. Raises ConfigError if it cannot be read or is
+    invalid."""
     file = path / "calibration.json" if path.is_dir() else path
     content = read_json(file, "paceline simulate --calibrate makes one")
     if not isinstance(content, dict) or content.get("kind") != "paceline calibration":
@@ -249,8 +248,8 @@ class TimeTable:
 
     @classmethod
     def of(cls, points: Sequence[Sequence[float]], what: str = "verify") -> TimeTable:
-        """Builds a table from [batch, width, seconds] points. Raises ConfigError if there are no points or one is
-        invalid; `what` names the measurement in the message."""
+        """Builds a table from [batch, width, seconds] points. Raises ConfigError for an invalid point, or without
+        points; `what` names the measurement in the message."""
         best: dict[float, dict[float, float]] = {}
         for batch, width, seconds in cls.points(points, what):
             row = best.setdefault(batch, {})
@@ -343,8 +342,8 @@ def read_steps(path: Path) -> dict[str, Any]:
 
 
 def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
-    """Builds costs from `steps`, the content of a steps.json. `title`: name of the costs for readers, used if `steps`
-    names neither model nor machine. Raises ConfigError for invalid times."""
+    """Builds costs from `steps`, the content of a steps.json. `title`: name of the costs, if `steps` names neither
+    model nor machine. Raises ConfigError for invalid times."""
     draft = steps.get("draft") or []
     host_s, context = steps.get("host_s", 0.0), steps.get("context", 0)
     if not (is_amount(host_s) and is_amount(context)):
@@ -364,11 +363,8 @@ def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
 
 
 def _prefill(steps: dict[str, Any]) -> list[list[float]]:
-    """Returns [1, tokens, seconds] of chunks: as measured, or else from target passes by their number of tokens.
-
-    Beyond the passes it follows a regression line of the larger half of them: the slope between the last two alone is
-    unreliable.
-    """
+    """Returns [1, tokens, seconds] of chunks: as measured, or else from target passes by their number of tokens. Beyond
+    the passes it follows a regression line of their larger half: the slope between the last two alone is unreliable."""
     measured = steps.get("prefill") or []
     if not isinstance(measured, list):
         raise ConfigError("prefill of the table must be [[tokens, seconds], ...]")

@@ -19,8 +19,8 @@ PARTS = ("weights", "experts", "attention", "kv", "indexer")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A number format of weights, activations or cache entries: bytes per value, and the arithmetic formats in which
-    machines can compute with it."""
+    """A number format of weights, activations or cache entries, and the formats in which machines can compute with
+    it."""
 
     num_bytes: float
     """Bytes of one value, including its share of the scales."""
@@ -47,9 +47,8 @@ def num_bytes(name: str) -> float:
 
 
 def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
-    """Returns the number format in which a machine computes with values that are stored in the format `name`.
-    `flops_per_s`: format -> the machine's FLOP/s. Of the formats that can compute with these values, returns the
-    fastest one with a rate in `flops_per_s`. Raises ConfigError if none of them has a rate."""
+    """Returns the format in which a machine computes with values stored in the format `name`: the fastest suitable one
+    with a rate. `flops_per_s`: format -> the machine's FLOP/s. Raises ConfigError if no suitable format has a rate."""
     for rate in FORMATS[name].computes_as:
         if flops_per_s.get(rate):
             return rate
@@ -94,8 +93,7 @@ def with_precisions(known: Precisions, text: str | None) -> Precisions:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention sizes of a group of equal layers. `layers` is the number of layers; all sizes are those of one
-    layer."""
+    """Attention sizes of a group of `layers` equal layers; all other sizes are those of one layer."""
 
     kind: Literal["gqa", "mla", "linear"]
     layers: int
@@ -121,14 +119,14 @@ class Attention:
 
     @property
     def entry_values(self) -> int:
-        """Number of values in the cache entry of one token in one layer: the keys and values of all key heads or, for
-        mla, the compressed key and value and the rotary key."""
+        """Number of values in the cache entry of one token in one layer: keys and values of all key heads or, for mla,
+        the compressed key and value and the rotary key."""
         return self.latent + self.rope if self.kind == "mla" else 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Numbers of experts per layer and their parameters in a mixture-of-experts model. Parameters are summed over all
+    """Number of experts per layer and their parameters in a mixture-of-experts model. Parameters are summed over all
     layers with experts, which are assumed to be alike."""
 
     num_routed: int
@@ -175,8 +173,7 @@ class ModelShape:
 
     @property
     def num_active(self) -> float:
-        """Number of parameters used for one token: all parameters outside the experts, and those of the token's
-        experts."""
+        """Number of parameters used for one token: those outside the experts, and those of the token's experts."""
         return self.dense + (self.experts.active if self.experts else 0.0)
 
 

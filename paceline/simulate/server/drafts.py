@@ -16,8 +16,8 @@ Survival = tuple[float, ...]
 
 def num_accepted(survival: Survival, luck: float, num_drafted: int) -> int:
     """Returns how many of a round's `num_drafted` drafts are accepted. `survival`: shares of rounds whose first 1, 2,
-    ... drafts are accepted. `luck`: random number of the round, in [0, 1); with the same number, more drafts never give
-    fewer accepted ones."""
+    ... drafts are accepted. `luck`: random number in [0, 1); with the same number, more drafts never give fewer
+    accepted ones."""
     return sum(luck < share for share in survival[:num_drafted])
 
 
@@ -53,11 +53,9 @@ def drafted(survival: Survival, luck: random.Random, count: int, has_confidence:
     """Draws how many of the `count` drafts of one row are accepted. `survival`: shares of rounds whose first 1, 2, ...
     drafts are accepted. `luck`: random generator. `has_confidence`: True for a drafter that reports its confidence.
 
-    Without confidence, the number of accepted drafts follows the survival curve directly. With it, each draft gets a
-    random probability, is accepted with this probability, and has the logarithm of the probability as confidence. The
-    probabilities are Beta distributed around the chances of the survival curve, so that rounds follow the curve on
-    average.
-    """
+    With confidence, each draft gets a random probability, with which it is accepted, and its logarithm as confidence.
+    The probabilities are Beta distributed around the chances of the survival curve, so that rounds follow it on
+    average."""
     if not has_confidence or not count:
         return Drafted(num_accepted(survival, luck.random(), count) if count else 0)
     confidence, num_right, is_right, before = list[float](), 0, True, 1.0
@@ -72,9 +70,9 @@ def drafted(survival: Survival, luck: random.Random, count: int, has_confidence:
 
 
 def drafted_candidates(marginals: Marginals, luck: random.Random, count: int, num_candidates: int) -> Drafted:
-    """Draws `num_candidates` candidates, with their probabilities, for each of `count` draft positions of one row, and
-    which of them are the target's tokens. The probabilities vary randomly around the measured `marginals` (chances by
-    position and candidate rank); each candidate is the target's token with its own probability."""
+    """Draws `num_candidates` candidates with probabilities for each of `count` draft positions of one row, and which of
+    them are the target's tokens. The probabilities vary randomly around the measured `marginals` (chances by position
+    and candidate rank). Each candidate is the target's token with its own probability."""
     weigh, named = marginals.drawn(luck), range(num_candidates)
     count = min(count, len(marginals.chances_KM))
     chances_KM = [weigh(slot, [0.0] * num_candidates) for slot in range(count)]

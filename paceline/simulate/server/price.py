@@ -35,8 +35,8 @@ CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Upper limit in seconds for one latency: total time, time to the first token, or time between tokens. It applies
-    to the mean or to a percentile over all requests."""
+    """Upper limit in seconds for one latency (total, first token, or between tokens). It applies to the mean or to a
+    percentile over all requests."""
 
     percentile: str
     measure: str
@@ -50,8 +50,8 @@ class Limit:
 
 def parse_slo(text: str | None) -> list[Limit]:
     """Parses response-time limits, separated by commas, such as p90-total=2s,mean-first-token=300ms. A limit has a
-    statistic (mean, p50, p90 or p99), a latency (total, first-token or inter-token), and a time in s or ms. Returns an
-    empty list for None. Raises ConfigError for any other text, also for an empty one."""
+    statistic (mean, p50, p90 or p99), a latency (total, first-token or inter-token), and a time in s or ms. Returns []
+    for None; raises ConfigError for any other text."""
     limits = []
     for part in (text or "").split(","):
         if not part.strip():
@@ -89,8 +89,8 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Results of `priced` at each batch size, for its three variants: plain decoding, drafts, and drafts of a better
-    drafter. Also has sentences that summarise them."""
+    """Results of `priced` at each batch size for plain decoding, drafts, and a better drafter, with sentences that
+    summarise them."""
 
     title: str
     rows: list[Priced]
@@ -98,10 +98,9 @@ class Prices:
 
 
 def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, price: PriceConfig) -> Prices:
-    """Finds by simulation the maximum request rate at which a server meets the response-time limits, for each batch
-    size and three variants: plain decoding, the best number of drafts, and the same with a better drafter (one more
-    accepted token per round). `price`: the machine's price, the limits, and the requests to simulate. Raises
-    ConfigError for invalid limits or lengths, and for the toy model, whose costs are not in seconds."""
+    """Finds by simulation the maximum request rate at which a server meets the response-time limits, at each batch
+    size. The variants are plain decoding, the best number of drafts, and a better drafter (one more accepted token per
+    round). Raises ConfigError for invalid limits or lengths, and for the toy model, whose costs are not in seconds."""
     limits = parse_slo(price.slo)
     if isinstance(costs, ToyCosts):
         raise ConfigError("a price needs costs in seconds, the toy model has none: leave --toy out")
@@ -128,9 +127,8 @@ def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, pric
 
 
 def one_more(acceptance: Acceptance, num_drafted: int) -> Acceptance:
-    """Returns a higher acceptance, with which rounds of `num_drafted` drafts give one more token on average than with
-    `acceptance` (the maximum is `num_drafted` + 1). The chance of rejection is multiplied by the same factor at every
-    position."""
+    """Returns a higher acceptance, with which rounds of `num_drafted` drafts give one more token on average, at most
+    `num_drafted` + 1. The chance of rejection is multiplied by the same factor at every position."""
     wanted = min(tokens_per_round(acceptance, num_drafted) + 1, num_drafted + 1.0)
     chances = [acceptance.at(place) for place in range(1, max(num_drafted, 1) + 1)]
 

@@ -67,8 +67,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Simulated and measured figures of one load with one `speculate` setting, over all repetitions of the benchmark.
-    Rates are medians over the repetitions; times to the first token are medians over all answers."""
+    """Simulated and measured figures of one load with one `speculate` setting. Rates are medians over the repetitions,
+    times to the first token are medians over all answers."""
 
     load: str
     speculate: str
@@ -104,8 +104,7 @@ class Compared:
 
 def read_passes(folder: Path) -> list[Recorded]:
     """Reads a run folder of `paceline bench serving`. Returns its passes in the order they ran; a pass sends all
-    requests of one load once. Raises ConfigError if the folder's metrics.jsonl is invalid or has no answered
-    request."""
+    requests of one load once. Raises ConfigError if metrics.jsonl is invalid or has no answered request."""
     file = folder / "metrics.jsonl"
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
@@ -168,8 +167,8 @@ def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
     """Returns the rounds with the drafter's own drafts (prompt lookup only if that is the drafter), and those with
     drafts from prompt lookup or predictions. Without recorded sources all rounds are the drafter's. Raises ConfigError.
 
-    "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...}
-    """
+    "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram":
+    ...}"""
     by_source = line.get("rounds_by_source") or {}
     if not isinstance(by_source, dict) or not all(isinstance(each, dict) for each in by_source.values()):
         raise ConfigError(
@@ -192,15 +191,11 @@ def rows_of(folder: Path) -> int | None:
 
 def recorded_survival(passes: Sequence[Recorded]) -> Survival:
     """Returns the drafter's survival curve in a recorded run: shares of rounds whose first 1, 2, ... drafts were
-    accepted. () if nothing was drafted.
+    accepted. () if nothing was drafted. Only rounds of one load and `speculate` setting count: those with the most
+    drafts per round. If the run records the source of drafts, only rounds with the drafter's own drafts count.
 
-    Only rounds of one load and `speculate` setting count: those with the most drafts per round. If the run records the
-    source of drafts, only rounds with the drafter's own drafts count.
-
-    The curve is exact if all these rounds had the same number of drafts. Otherwise it is an estimate, which takes their
-    mean number of drafts, rounded, as the number in every round. Later positions get the mean acceptance chance of the
-    positions before.
-    """
+    The curve is exact if all these rounds had the same number of drafts. Otherwise their mean number, rounded, is taken
+    for every round. Later positions get the mean acceptance chance of the positions before."""
     drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
     if not drafting:
         return ()
@@ -211,10 +206,9 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
 
 
 def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
-    """Returns the share of rounds with prompt lookup drafts, and the survival curve of these drafts, from a recorded
-    run. Both come from one load and `speculate` setting: the one in which this share is largest. Returns None if the
-    run has no prompt lookup drafts, or if prompt lookup was the only drafter. Drafts that the server did not verify are
-    not counted."""
+    """Returns the share of rounds with prompt lookup drafts and the survival curve of these drafts, from the load and
+    `speculate` setting in which this share is largest. None without such drafts, or if prompt lookup was the only
+    drafter. Drafts that the server did not verify are not counted."""
     groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         if each.lookup.num_drafted and each.lookup != each.own:
@@ -238,14 +232,9 @@ def _survival(rounds: Rounds) -> Survival:
 
 
 def policy_for(speculate: str, most: int) -> str:
-    """Returns the simulator's policy (rule for the number of drafts) for a `speculate` setting of the benchmark.
-    `most`: maximum drafts per round; if it is 0, the policy is always "off".
-
-    - "auto" gives "adaptive".
-    - "full" gives `most` as text.
-    - A number gives the same number, at most `most`, as text.
-    - "off" and any other setting give "off".
-    """
+    """Returns the simulator's policy (rule for the number of drafts) for a `speculate` setting of the benchmark. "auto"
+    gives "adaptive", "full" gives `most`, a number gives itself but at most `most`, any other setting gives "off".
+    `most`: maximum drafts per round; 0 always gives "off"."""
     if speculate == "auto":
         return "adaptive" if most else "off"
     wanted = most if speculate == "full" else int(speculate) if speculate.isdecimal() else 0
@@ -253,13 +242,11 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns one cost model for each pass, built from the step times that the run recorded. Raises ConfigError if it
+    """Returns one cost model for each pass, from the step times that the run recorded. Raises ConfigError if it
     recorded none.
 
     For each type of step (verification, prefill, drafting), the mean seconds at each size in tokens are computed over
-    all passes. Each pass then has a factor per type, which scales these means so that their total equals the measured
-    total of this pass.
-    """
+    all passes. A factor per pass and type scales these means to the measured total of this pass."""
     if not all(each.steps for each in passes):
         raise ConfigError(
             "the run does not tell what its steps took: run paceline bench serving again, or give --steps"
@@ -305,13 +292,12 @@ def _rising(steps: list[tuple[float, float, float]]) -> dict[float, float]:
 def compare(
     passes: Sequence[Recorded], costs: StepCosts | None, server: ServerShape, survival: Survival, *, seed: int = 0
 ) -> list[Compared]:
-    """Simulates the recorded passes, in the order they ran, and compares the results with the measurements: one
-    comparison for each load and `speculate` setting. `costs`: step times for all passes; None uses those that each pass
-    recorded. `server`: limits of the server. `survival`: shares of rounds whose first 1, 2, ... drafts are accepted.
-    Raises ConfigError if `costs` is None and the passes recorded no step times.
+    """Simulates the recorded passes, in the order they ran, and compares each load and `speculate` setting with the
+    measurements. `costs`: step times for all passes; None uses those that each pass recorded. `survival`: shares of
+    rounds whose first 1, 2, ... drafts are accepted. Raises ConfigError if `costs` is None and the passes recorded no
+    step times.
 
-    All passes with the same `speculate` setting use one planner, which keeps its estimates from pass to pass.
-    """
+    All passes with the same `speculate` setting use one planner, which keeps its estimates from pass to pass."""
     lookups, planners = recorded_lookups(passes), dict[str, Planner]()
     groups: dict[tuple[Arrivals, str], list[tuple[Recorded, Outcome]]] = {}
     for each, own in zip(passes, own_costs(passes) if costs is None else [costs] * len(passes), strict=True):

@@ -55,8 +55,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """Prompt lookup drafts, which a server uses in addition to those of its drafter: how often they occur, and their
-    acceptance."""
+    """Prompt lookup drafts, which a server uses in addition to those of its drafter."""
 
     share: float
     """Share of a batch row's rounds that have a prompt lookup draft."""
@@ -71,8 +70,7 @@ class Lookups:
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """Limits of the simulated server (batch size, length of a prefill chunk), and the seconds that each request spends
-    outside the engine."""
+    """Limits of the simulated server, and the seconds that each request spends outside the engine."""
 
     max_rows: int = 8
     """Requests that decode together."""
@@ -85,8 +83,7 @@ class ServerShape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs of a simulation: requests, costs of a round, limits of the server, and acceptance of its drafts. `run`
-    simulates them."""
+    """Inputs of a simulation: requests, costs of a round, limits of the server, and acceptance of its drafts."""
 
     jobs: Sequence[Job]
     costs: StepCosts
@@ -108,13 +105,13 @@ class Case:
 
     def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
         """Simulates the server under this policy (rule for the number of drafts). `jobs`: requests to use instead of
-        those of the case. `concurrency`: number of requests in flight (closed loop); None for requests that arrive at
-        their own times. Raises ConfigError for an invalid policy or request."""
+        those of the case. `concurrency`: number of requests in flight; None for requests that arrive at their own
+        times. Raises ConfigError for an invalid policy or request."""
         return Simulation(self, self.planner(policy), self.jobs if jobs is None else jobs, concurrency).run()
 
     def planner(self, policy: str) -> Planner:
-        """Returns a new planner, which chooses the drafts of each round by this policy (rule for the number of drafts).
-        Raises ConfigError for an invalid policy."""
+        """Returns a new planner, which chooses the drafts of each round by this policy. Raises ConfigError for an
+        invalid one."""
         chunk = self.server.prefill_chunk or max((job.prompt_tokens for job in self.jobs), default=1)
         return make_planner(policy, self.survival, self.costs, self.context, chunk, self.marginals is not None)
 
@@ -325,8 +322,8 @@ class Simulation:
 
 @dataclass(slots=True)
 class BestPlanner(FixedPlanner):
-    """Chooses the number of drafts, the same for all rows, that gives the most tokens per second. The planner knows
-    acceptance and costs, and need not estimate them."""
+    """Chooses the number of drafts, the same for all rows, that gives the most tokens per second, from known acceptance
+    and costs."""
 
     survival: Survival = ()
     round_s: Callable[[int, int], float] = field(default=lambda rows, count: 1.0)
@@ -356,17 +353,15 @@ class OffPlanner(AdaptivePlanner):
 def make_planner(
     name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int, grows_trees: bool = False
 ) -> Planner:
-    """Returns a new planner, which chooses the drafts of each round. `name` is its policy: off (no drafts), best (the
-    number with the most tokens/s by `survival` and `costs`), adaptive (the engine's planner), a number of drafts, or
-    tree:N (draft trees of N nodes). Raises ConfigError for another name, and for a number above the length of
+    """Returns a new planner, which chooses the drafts of each round. `name`: its policy, one of off (no drafts), best
+    (the number with the most tokens/s by `survival` and `costs`), adaptive (the engine's planner), a number of drafts,
+    or tree:N (draft trees of N nodes). Raises ConfigError for another name, and for a number above the length of
     `survival`.
 
     - `survival`: shares of rounds whose first 1, 2, ... drafts are accepted.
     - `costs`: round costs, evaluated at `context` cached tokens per row.
     - `most_chunk`: maximum tokens of a prefill chunk.
-    - `grows_trees`: True if the acceptance chances of a draft tree's branches are known; if False, tree:N raises
-      ConfigError.
-    """
+    - `grows_trees`: True if the acceptance chances of a tree's branches are known; tree:N needs them."""
     if name == "off":
         return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
     passes = PassCosts([(size, costs.verify_s(1, size, context) + costs.host_s) for size in MEASURED])
