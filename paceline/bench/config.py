@@ -69,7 +69,7 @@ class BenchConfig:
 
 def check_peers(names: Sequence[str]) -> None:
     """Raise ConfigError if a name is not "transformers" (no other engine is supported), or if Transformers is not
-    installed. An empty `names` is valid."""
+    installed."""
     refuse(
         ConfigError,
         (any(name != "transformers" for name in names), "the only peer known to --against is transformers"),
@@ -120,8 +120,8 @@ class MockConfig:
 
     @property
     def settings(self) -> list[MockSetting]:
-        """All measurements to run. First come those with chains of drafts: each batch size with each acceptance length,
-        always including 1 (plain decoding). Then come those with draft trees: each batch size with each tree size."""
+        """All measurements to run: each batch size with each acceptance length for chains of drafts, always including 1
+        (plain decoding), then each batch size with each tree size."""
         values = sorted({PLAIN, *self.tokens_per_round})
         trees, most = sorted(set(self.trees)), max(self.trees, default=0)
         expected = read_marginals(self.marginals).expected(most) if trees else []
@@ -137,16 +137,15 @@ class MockConfig:
 
     @property
     def needed_len(self) -> int:
-        """Tokens that one row of the KV cache must hold in this measurement: a prompt, its answer and one round's
-        drafts."""
+        """Tokens that one row of the KV cache must hold: a prompt, its answer and one round's drafts."""
         widest = max([*map(self.drafts, self.tokens_per_round), *self.trees, 0])
         return self.prompt_tokens + self.max_tokens + widest + 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepsConfig:
-    """Options of `bench steps`, which measures how long a round's verification, drafting and remaining work (host)
-    take. Raises ConfigError on invalid values."""
+    """Options of `bench steps`, which measures the times of a round's verification, drafting and remaining work (host).
+    Raises ConfigError on invalid values."""
 
     batches: tuple[Count, ...] = (1, 2, 4, 8)
     """Batch sizes: rows decoded together."""
@@ -165,20 +164,19 @@ class StepsConfig:
 
     @property
     def growth(self) -> int:
-        """Maximum number of tokens that one repetition of the measurement adds to a row's cache. A repetition runs one
-        untimed round, then one timed round for each number of verified positions from 1 to `max_positions`."""
+        """Maximum number of tokens that one repetition adds to a row's cache: one untimed round, then one timed round
+        for each number of verified positions from 1 to `max_positions`."""
         return int((self.max_positions + 2) * (self.tokens_per_round + 1))
 
     @property
     def needed_len(self) -> int:
-        """Tokens that one row of the KV cache must hold in this measurement."""
+        """Tokens that one row of the KV cache must hold."""
         return self.context + self.growth + self.max_positions
 
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """Options of the requests that `bench serving` sends, such as how many at the same time or per second. Raises
-    ConfigError on invalid values."""
+    """Options of the requests that `bench serving` sends. Raises ConfigError on invalid values."""
 
     concurrencies: tuple[Count, ...] | None = None
     """Closed loops: requests in flight [default: 1,2,4,8,16, or none with a rate]."""
@@ -268,8 +266,8 @@ class LatencyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ArmsConfig:
-    """Options that select what `bench latency` compares (the contenders): drafters, for each of which a server is
-    started, and servers that are already running. Raises ConfigError on invalid values."""
+    """Options that select what `bench latency` compares: drafters, for each of which a server is started, and servers
+    that are already running. Raises ConfigError on invalid values."""
 
     drafters: tuple[str, ...] = ()
     """Drafters; a server is started for each [default: none,default, without urls]."""
@@ -291,8 +289,8 @@ class ArmsConfig:
 
     @property
     def named_drafters(self) -> list[tuple[str, str]]:
-        """Pairs of (name, drafter) for the drafters to compare. An entry NAME=DRAFTER of `drafters` gives the name;
-        otherwise it is the last part of the drafter's path or hub id."""
+        """Pairs of (name, drafter) to compare. NAME=DRAFTER gives the name; otherwise it is the last part of the
+        drafter's path or hub id."""
         return [
             _named(drafter, drafter.rstrip("/").rpartition("/")[2] or drafter)
             for drafter in dict.fromkeys(self.drafters)
@@ -300,8 +298,8 @@ class ArmsConfig:
 
     @property
     def named_urls(self) -> list[tuple[str, str]]:
-        """Pairs of (name, URL) for the running servers to compare. An entry NAME=URL of `urls` gives the name;
-        otherwise the URL is the name."""
+        """Pairs of (name, URL) of the running servers to compare. NAME=URL gives the name; otherwise the URL is the
+        name."""
         return [_named(url, url) for url in dict.fromkeys(self.urls)]
 
 
@@ -343,8 +341,7 @@ class LossyConfig:
         )
 
     def rules(self) -> list[Lossy]:
-        """Return the lossy acceptance rules listed in the option `settings` ("lenience:0.5;mixture:0.8"), without
-        duplicates. A rule without a budget (largest mean total variation) gets the option `max_tv` as its budget.
-        Raises SamplingError on an invalid rule."""
+        """Return the lossy acceptance rules in `settings` ("lenience:0.5;mixture:0.8"), without duplicates. A rule
+        without a budget (largest mean total variation) gets `max_tv`. Raises SamplingError on an invalid rule."""
         rules = [Lossy.of(part) for part in self.settings.split(";") if part.strip()]
         return [rule if rule.max_tv is not None else rule.within(self.max_tv) for rule in dict.fromkeys(rules)]

@@ -159,8 +159,8 @@ class Bench:
     def run(
         self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore
     ) -> None:
-        """Run all settings (drafter, temperature, batch size) in turn, `repeat` times. `on_answer`: gets the setting
-        after each answer. `on_pass`: gets the setting and the timed pass after each pass over all requests."""
+        """Run all settings (drafter, temperature, batch size) in turn, `repeat` times. `on_answer` gets the setting
+        after each answer. `on_pass` gets the setting and the timed pass after each pass over all requests."""
         for _ in range(self.config.repeat):
             for setting in self.settings:
                 done = self._pass(setting, partial(on_answer, setting))
@@ -236,9 +236,8 @@ def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]
     one pass per repetition. The speed-up is the median over repetitions of the ratio of tokens per second.
 
     Tokens per second of a pass cannot be resampled by prompt, because answers run in parallel. The interval is
-    therefore computed for another ratio, in which a speed is total tokens over the sum of the answers' times. Both of
-    its ends are then multiplied by (speed-up / that ratio).
-    """
+    therefore computed for the ratio of total tokens over the sum of the answers' times, and then scaled to the
+    speed-up."""
     ratios = [
         one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s
     ]
@@ -257,12 +256,12 @@ def median_of(values: list[float | None]) -> float | None:
 
 
 def differences(target: Target, requests: list[Request], ours: Pass, baseline: Pass) -> list[Difference]:
-    """Compare the answers of `ours` with those of `baseline`, answer by answer, and return the first difference of each
-    pair that is not equal. No request may be running, because each difference takes one more pass of the target.
+    """Return the first difference of each pair of unequal answers in `ours` and `baseline`. No request may be running,
+    because each difference takes one more pass of the target.
 
-    In float32, greedy answers must be equal. In bfloat16, a pass over more tokens multiplies matrices of another shape
-    and rounds differently, so near-ties may be decided differently. The gap between the two best logits in each
-    Difference shows whether it is a near-tie."""
+    In float32, greedy answers must be equal. In bfloat16, passes over different numbers of tokens round differently, so
+    near-ties may be decided differently; the gap between the two best logits shows whether a difference is a
+    near-tie."""
     listed = []
     for request, one, other in zip(requests, ours.answers, baseline.answers, strict=True):
         if parted := parting(target, request.token_ids, one.token_ids, other.token_ids):
@@ -271,9 +270,8 @@ def differences(target: Target, requests: list[Request], ours: Pass, baseline: P
 
 
 def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, Any]:
-    """Return a dict that describes a benchmark: the keys of `bench.passes.described` (model, device, weights),
-    "machine", "ceiling_tokens_per_s" (upper limit of plain decoding's speed), and the settings "max_tokens" and
-    "repeat"."""
+    """Return a description of a benchmark: the keys of `bench.passes.described` (model, device, weights), "machine",
+    "ceiling_tokens_per_s" (upper limit of plain decoding's speed), "max_tokens" and "repeat"."""
     return {
         **described(llm),
         "machine": plain(machine),
@@ -296,12 +294,11 @@ def set_figures(bench: Bench) -> dict[str, Any]:
 
     Figures of the answers with the last drafter in the options, at the smallest batch size:
 
-    - "looping": one dict per temperature, with the share of answers that end in a repetition ("looping_share") and the
-      acceptance length of all other answers ("without_loops"; None if there are no others)
-    - "looping_share": the share of answers that end in a repetition at the lowest temperature
+    - "looping": per temperature, the share of answers that end in a repetition ("looping_share"), and the acceptance
+      length of all others ("without_loops")
+    - "looping_share": the share at the lowest temperature
     - "by_context": acceptance length by context length, at the lowest temperature
-    - "texts": some answers of each temperature
-    """
+    - "texts": some answers of each temperature"""
     config = bench.config
     drafter, batch = config.drafters[-1], min(setting.batch for setting in bench.settings)
     passes = {heat: bench.passes[Setting(drafter, batch, heat)][0] for heat in config.temperatures}

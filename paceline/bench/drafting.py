@@ -34,8 +34,7 @@ class Drafting:
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
     """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: minimum length of the
-    survival curve (share of rounds whose first 1, 2, ... drafts are accepted); entries beyond the longest draft are
-    0."""
+    survival curve; entries beyond the longest draft are 0."""
     rounds = [one for answer in answers for one in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)
@@ -72,11 +71,10 @@ def sources_table(named: Sequence[tuple[str, Drafting]]) -> Table:
 
 
 def by_context(answers: Iterable[tuple[int, Sequence[Round]]]) -> list[dict[str, Any]]:
-    """Return the acceptance length by context length (tokens of prompt and answer so far), as a list of bins: dicts
-    with the keys "from" and "to" (context length in tokens), "rounds" (number of rounds) and "tokens_per_round".
-    `answers`: for each answer (number of prompt tokens, rounds).
-
-    A round counts in the bin of the context length at which it starts. Rounds without drafts are not counted."""
+    """Return the acceptance length by context length (tokens of prompt and answer so far). `answers`: for each answer
+    (number of prompt tokens, rounds). A bin is a dict with "from" and "to" (context length in tokens), "rounds" (number
+    of rounds) and "tokens_per_round". A round counts in the bin of the context length at which it starts. Rounds
+    without drafts are not counted."""
     by_end = defaultdict[int, list[Round]](list)
     for length, rounds in answers:
         for one in rounds:

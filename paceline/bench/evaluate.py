@@ -47,8 +47,8 @@ class PromptSet:
 
     @property
     def noted(self) -> dict[str, Any]:
-        """Identity of the set, as stored in evaluation.json: the number of prompts ("num_prompts") and a hash of their
-        contents ("prompts_sha256")."""
+        """Identity of the set, as stored in evaluation.json: "num_prompts", and "prompts_sha256", a hash of their
+        contents."""
         content = json.dumps(
             [[each.messages, each.turns or each.token_ids, each.tools, each.variables] for each in self.prompts]
         )
@@ -56,12 +56,12 @@ class PromptSet:
 
 
 def read_sets(sources: tuple[str, ...], limit: int | None, tags: Sequence[str] = ()) -> list[PromptSet]:
-    """Read one prompt set from each source, a file or data set id, or the built-in set if there are no sources.
-    `limit`: use only the first prompts of each source; None: all. A set is named after its file, or by its full path if
-    two files have the same name.
+    """Read one prompt set from each source, a file or data set id, or the built-in set without sources. `limit`: use
+    only the first prompts of each source. A set is named after its file, or by its full path if two files have the same
+    name.
 
-    `tags`: read only rows (of traces or stores) with one of these tags; empty: all rows. Raises ConfigError for tags
-    without sources, or if one of the tags is missing from a source, and PromptError if a source cannot be read."""
+    `tags`: read only rows (of traces or stores) with one of these tags. Raises ConfigError for tags without sources or
+    missing from a source, and PromptError if a source cannot be read."""
     if not sources:
         refuse(ConfigError, (bool(tags), "--tag selects among traces: give them with --prompts"))
         return [PromptSet(BUILTIN, BUILTIN, read_prompts(BUILTIN_PROMPTS, limit))]
@@ -76,8 +76,8 @@ def read_sets(sources: tuple[str, ...], limit: int | None, tags: Sequence[str] =
 
 def fingerprint(drafter: str) -> str | None:
     """Return the SHA-256 of a drafter's weights, by which a changed drafter is recognised; None for a built-in drafter.
-    `drafter`: name of a built-in drafter, a folder, a GGUF file or a hub id. Raises ModelNotFoundError if the drafter's
-    folder is incomplete."""
+    `drafter`: name of a built-in drafter, a folder, a GGUF file or a hub id. Raises ModelNotFoundError if the folder is
+    incomplete."""
     if drafter in DRAFTERS:
         return None
     path = checkpoint_of(drafter)
@@ -106,10 +106,9 @@ class Evaluation:
 
     @classmethod
     def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
-        """Return the evaluation stored in the folder `out`, or start a new one: in `out` if no evaluation is stored
-        there, or in a new run folder if `out` is None. `sources`: files or ids of the prompt sets, written to the
-        settings of a new run folder. Raises ConfigError if the stored evaluation is damaged, or its settings differ
-        from `settings`."""
+        """Return the evaluation stored in the folder `out`, or start a new one in `out` or, if it is None, in a new run
+        folder. `sources`: files or ids of the prompt sets, for the settings of a new run folder. Raises ConfigError if
+        the stored evaluation is damaged, or its settings differ from `settings`."""
         if out and (out / EVALUATION).is_file():
             saved = read_json(out / EVALUATION, "choose another --out")
             if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
@@ -123,14 +122,14 @@ class Evaluation:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """All results as dicts, one for each prompt set and setting (drafter, temperature, batch size); the key
-        "prompts" is the name of the prompt set."""
+        """All results as dicts, one for each prompt set and setting (drafter, temperature, batch size); "prompts" is
+        the prompt set's name."""
         return [{"prompts": name, **row} for name, figures in self.sets.items() for row in figures["results"]]
 
     @property
     def heldout(self) -> dict[str, float]:
-        """Prompt set -> the drafter's acceptance length at batch size 1 and temperature 0. A set that was not measured
-        with this batch size and temperature is left out."""
+        """Prompt set -> the drafter's acceptance length at batch size 1 and temperature 0. Sets without this
+        measurement are left out."""
         return {
             row["prompts"]: row["tokens_per_round"]
             for row in self.results
@@ -153,7 +152,7 @@ class Evaluation:
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
         """Raise ConfigError if the settings `before` (stored) and `now` (requested) differ. The message lists each
-        changed setting with its old and new value. `where`: text before this list, such as the prompt set's name."""
+        changed setting. `where`: text before this list, such as the prompt set's name."""
         changed = [f"{name} {old} -> {new}" for name, (old, new) in differences(before, now).items()]
         if changed:
             raise ConfigError(
@@ -182,14 +181,14 @@ def evaluate(
     shows_context: bool = False,
     progress: Progress = SILENT,
 ) -> Evaluation:
-    """Evaluate a drafter on prompt sets, and return all results stored in the run folder `out`. Sets that already have
-    results there are skipped; the model is loaded only if a set is left.
+    """Evaluate a drafter on prompt sets, and return all results stored in the run folder `out`. Sets with results there
+    are skipped; the model is loaded only if a set is left.
 
     `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `tags`:
     use only requests, from traces or stores, with one of these tags. `config`: its drafters are ignored. `engine`: its
-    drafter, num_drafted and max_batch are ignored. `out`: a new folder, the folder of an earlier evaluation (which is
-    continued), or the folder of a training run [default: runs/evaluate-<time>]. `shows_context`: also report the
-    acceptance length by context length.
+    drafter, num_drafted and max_batch are ignored. `out`: a new folder, that of an earlier evaluation, which is
+    continued, or that of a training run [default: runs/evaluate-<time>]. `shows_context`: also report the acceptance
+    length by context length.
 
     Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, and ConfigError for a tag that no
     request has, or if `out` has results with other settings."""
@@ -230,8 +229,8 @@ def _identity(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_config(drafter: str, config: BenchConfig) -> BenchConfig:
-    """Return `config` with only this drafter, which is compared with plain decoding. Raises ConfigError for the drafter
-    "none", and if `config` names other engines to compare with (`against`)."""
+    """Return `config` with only this drafter. Raises ConfigError for the drafter "none" (plain decoding, always
+    compared), and if `config` names other engines to compare with (`against`)."""
     if drafter == BASELINE:
         raise ConfigError(
             "none drafts nothing, so there is nothing to evaluate: name a drafter's folder, or use bench decode"

@@ -34,7 +34,7 @@ MARKERS = "oD^vPX"
 @dataclass(slots=True, kw_only=True)
 class Result:
     """Results of one setting (plain decoding, lossless speculation or a lossy rule) on one task: speed, task score, and
-    deviation from the target's distribution (total variation, KL divergence)."""
+    deviation from the target's distribution."""
 
     task: str
     setting: str
@@ -57,8 +57,8 @@ class Result:
 
     @property
     def is_faster(self) -> bool:
-        """True if the setting is lossy in effect (mean total variation above 0) and faster than lossless speculation:
-        the whole 95% interval of the speed ratio is above 1."""
+        """True if the setting changes the distribution (mean total variation above 0) and is faster than lossless
+        speculation: the whole 95% interval of the speed ratio is above 1."""
         low = self.beside_lossless_interval[0]
         return low is not None and low > 1.0 and self.mean_tv > 0
 
@@ -79,8 +79,8 @@ class LossyBench:
 
     def run(self, advance: Advance = ignore) -> None:
         """Run each task `repeat` times with every setting (plain decoding, lossless speculation, each lossy rule),
-        after a short warm-up. `advance`: gets a text with the task and the setting after each pass. Raises ConfigError
-        if a prompt does not fit the context."""
+        after a short warm-up. `advance` gets the task and the setting after each pass. Raises ConfigError if a prompt
+        does not fit the context."""
         for task in self.tasks:
             requests, num_skipped = make_requests(self.llm, task.prompts, self.config.max_tokens)
             if num_skipped or len(requests) != len(task.prompts):
@@ -154,8 +154,8 @@ def _by_token(answers: list[Answer], name: str) -> float:
 
 def verdict(results: list[Result]) -> str:
     """Return the conclusion as Markdown text: which lossy rules are faster than lossless speculation, each with its
-    speed ratio, total variation and task score. The text also says if no rule is faster, or if the machine was too busy
-    for a verdict."""
+    speed ratio, total variation and task score. It also says if no rule is faster, or if the machine was too busy for a
+    verdict."""
     lossy = [result for result in results if not result.lossless]
     faster = [result for result in lossy if result.is_faster]
     if not lossy:
@@ -212,8 +212,8 @@ def table(results: list[Result]) -> Table:
 
 
 def draw(results: list[Result]) -> str:
-    """Return an SVG chart with one column of two plots per task: score over tokens/s, and total variation over
-    tokens/s. A line joins the Pareto-optimal settings. Raises ConfigError if matplotlib is missing."""
+    """Return an SVG chart with two plots per task: score, and total variation, over tokens/s. A line joins the
+    Pareto-optimal settings. Raises ConfigError if matplotlib is missing."""
     tasks = list(dict.fromkeys(result.task for result in results))
     with new_figure(WIDTH_INCHES * max(len(tasks), 1.4), 1.4 * WIDTH_INCHES) as figure:
         grid = figure.subplots(2, len(tasks), squeeze=False)

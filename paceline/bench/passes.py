@@ -32,8 +32,8 @@ CHUNK = 256
 
 
 def described(llm: LLM) -> dict[str, Any]:
-    """Return a dict that describes the loaded model, to be stored with results: "model", "device", "dtype", "backend",
-    "isa" (instruction set), "weight_format" and "weight_bytes"."""
+    """Return a description of the loaded model, to be stored with results: "model", "device", "dtype", "backend", "isa"
+    (instruction set), "weight_format" and "weight_bytes"."""
     settings = {name: getattr(llm.config, name) for name in ("model", "device", "dtype")}
     return {**settings, **asdict(form_of(llm.target)), "weight_bytes": llm.target.weight_bytes}
 
@@ -45,12 +45,8 @@ def mocked_engine(
     `num_nodes`: drafts per tree; 0 for chains of drafts. `acceptance`: for chains the mean tokens per round, bonus
     token included; for trees marginals (how often the candidate of each rank is accepted at each draft position).
 
-    `device_rounds` says whether each whole round runs as one CUDA graph:
-
-    - True: yes; raises ConfigError if the target does not support this
-    - False: no
-    - None: yes if the target's passes run as CUDA graphs, else no
-    """
+    `device_rounds`: True runs each whole round as one CUDA graph, or raises ConfigError if the target does not support
+    this. None does so if the target's passes run as CUDA graphs."""
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(acceptance, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)
@@ -69,9 +65,8 @@ def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a benchmark. A conversation with several user messages becomes several requests, one per user
-    message, each with the conversation's tokens up to the end of that message. All drafters and engines that are
-    compared get the same token ids."""
+    """One request of a benchmark, with equal token ids for all compared drafters and engines. A conversation becomes
+    one request per user message, each with the conversation up to the end of that message."""
 
     name: str
     token_ids: list[int]
@@ -125,7 +120,7 @@ class Pass:
     @property
     def seconds(self) -> dict[str, float | None]:
         """Seconds by stage: "prefill", "draft", "verify", "host" (all other work) and "wall" (the whole pass). For
-        Transformers only "wall" is known; the other values are None."""
+        Transformers all but "wall" are None."""
         if self.prefill_s is None:
             return {"prefill": None, "draft": None, "verify": None, "host": None, "wall": self.wall_s}
         stages = {"prefill": self.prefill_s, "draft": self.draft_s, "verify": self.verify_s}
@@ -139,8 +134,8 @@ def run_pass(
     batch: int,
     on_answer: Callable[[], None] = ignore,
 ) -> Pass:
-    """Answer all requests, at most `batch` at the same time: the next one starts as soon as one is finished. `params`:
-    sampling parameters of each request. `on_answer`: called after each answer. Returns the answers and times."""
+    """Answer all requests, at most `batch` at the same time, and return the answers and times. `params`: sampling
+    parameters of each request. `on_answer`: called after each answer."""
     waiting = deque(range(len(requests)))
     texts: dict[int, list[str]] = {}
     index_of: dict[int, int] = {}
@@ -183,8 +178,7 @@ def run_pass(
 
 
 def rates(passes: list[Pass]) -> list[tuple[float, ...]]:
-    """Return one pair (output tokens, median seconds) for each request. `passes`: repetitions of the same requests; the
-    median is over these."""
+    """Return one pair (output tokens, median seconds) for each request. `passes`: repetitions of the same requests."""
     requests = zip(*(run.answers for run in passes), strict=True)
     return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in requests]
 
@@ -202,8 +196,8 @@ def rate_ratio(items: list[tuple[float, ...]]) -> float:
 
 
 class Engines:
-    """Holds one engine per drafter, so that a benchmark can switch drafters without loading them again. All engines
-    share one LLM's weights and KV cache."""
+    """Holds one engine per drafter, so that a benchmark can switch drafters. All engines share one LLM's weights and KV
+    cache."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -232,12 +226,11 @@ class Engines:
 
 
 def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[list[Request], int]:
-    """Return (requests, number of user messages that were left out). Each user message of a prompt becomes one request;
-    it is left out if its tokens and an answer of `max_tokens` tokens exceed the context.
+    """Return (requests, number of user messages that were left out). Each user message of a prompt becomes one request,
+    unless its tokens and an answer of `max_tokens` tokens exceed the context.
 
     The answers to a conversation's earlier messages are generated here, by plain greedy decoding, so that all drafters
-    get the same tokens. Raises ContextLengthError if no request is left.
-    """
+    get the same tokens. Raises ContextLengthError if no request is left."""
     requests: list[Request] = []
     num_skipped = 0
     params = SamplingParams(max_tokens=max_tokens)
@@ -265,10 +258,8 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
 
 def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
     """Find the first difference between two answers, `ours` and `theirs`, to one prompt. Returns (number of equal
-    tokens before it, difference of the target's two largest logits at that position), or None if the answers are equal.
-    A small logit difference means that the target found two tokens almost equally probable.
-
-    No request may be running, because one more pass of the target is needed."""
+    tokens before it, difference of the target's two largest logits there: small for a near-tie), or None for equal
+    answers. No request may be running, because one more pass of the target is needed."""
     index = first_difference(ours, theirs)
     if index is None:
         return None

@@ -47,9 +47,9 @@ def bench_decode(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Measure decoding speed on one loaded model for every combination of drafter, temperature and batch size. Writes a
-    report into the run folder and returns the figures as a dict; its key "run" is the folder's path. `prompts`: file or
-    data set id [default: the built-in set]. `limit`: use only the first prompts."""
+    """Measure decoding speed on one loaded model for every combination of drafter, temperature and batch size.
+    `prompts`: file or data set id [default: the built-in set]. `limit`: use only the first prompts. Writes a report
+    into the run folder and returns the figures; "run" is the folder's path."""
     check_drafts(engine, config.num_drafted)
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     settings = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
@@ -76,8 +76,8 @@ def bench_mock(
     engine: EngineConfig, config: MockConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Measure decoding speed with mocked acceptance: a set number of drafts is accepted, whatever their tokens. Each
-    measured speed is compared with the roofline model's prediction. Writes a report into the run folder and returns the
-    figures as a dict; its key "run" is the folder's path."""
+    speed is compared with the roofline model's prediction. Writes a report into the run folder and returns the figures;
+    "run" is the folder's path."""
     run = RunFolder.create("bench-decode", {"llm": engine, "mock": config}, out)
     engine = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(engine, progress)
@@ -104,8 +104,8 @@ def bench_steps(
     engine: EngineConfig, config: StepsConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Measure the seconds of a round's verification, drafting and remaining work (host), for each batch size and number
-    of verified positions per row. Writes steps.json and a report into the run folder, and returns the figures as a
-    dict; its key "run" is the folder's path."""
+    of verified positions per row. Writes steps.json and a report into the run folder, and returns the figures; "run" is
+    the folder's path."""
     run = RunFolder.create("bench-steps", {"llm": engine, "steps": config, "drafter": engine.drafter}, out)
     sized = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(sized, progress)
@@ -143,7 +143,7 @@ def bench_lossy(
     engine: EngineConfig, config: LossyConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Measure plain decoding, lossless speculation and each lossy rule, alternately, on each task. Writes a report into
-    the run folder and returns the figures as a dict; its key "run" is the folder's path."""
+    the run folder and returns the figures; "run" is the folder's path."""
     check_drafts(engine)
     run = RunFolder.create("bench-lossy", {"llm": engine, "lossy": config}, out)
     llm, machine = loaded(replace(engine, max_batch=1), progress, allow_lossy=True)
@@ -204,8 +204,8 @@ def stages_table(results: list[Result], machine: Machine) -> Table:
 
 
 def ceiling_line(llm: LLM, machine: Machine) -> str:
-    """Return a sentence that states the upper limit of plain decoding's speed, in tokens per second, which follows from
-    memory bandwidth and the size of the weights."""
+    """Return a sentence that states the upper limit of plain decoding's tokens per second, which follows from memory
+    bandwidth and the size of the weights."""
     num_bytes = llm.target.weight_bytes
     rate = machine.read_bytes_per_s(num_bytes)
     cached = f" from memory, {rate / 1e9:.1f} GB/s of this much with its caches" if rate > machine.bytes_per_s else ""
@@ -217,8 +217,8 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
 
 
 def check_drafts(engine: EngineConfig, num_drafted: int | None = None) -> None:
-    """Raise ConfigError if the engine would draft nothing (`speculate` is off), or if both the benchmark's option
-    `num_drafted` and the engine's `speculate` set the number of drafts."""
+    """Raise ConfigError if the engine would draft nothing (`speculate` is off), or if both `num_drafted` and the
+    engine's `speculate` set the number of drafts."""
     if engine.speculation.is_off:
         raise ConfigError("speculate off drafts nothing, so there is nothing to measure: leave it out")
     if num_drafted is not None:
@@ -226,9 +226,8 @@ def check_drafts(engine: EngineConfig, num_drafted: int | None = None) -> None:
 
 
 def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, Machine]:
-    """Load the model without a drafter, and measure this machine's memory bandwidth and arithmetic throughput. Returns
-    (model, machine). Reports to `progress` what was loaded, and how fast plain decoding can be at most on this machine.
-    `more`: further arguments of `LLM.of`."""
+    """Load the model without a drafter, and measure this machine's memory bandwidth and arithmetic throughput. Reports
+    the upper limit of plain decoding's speed to `progress`. `more`: further arguments of `LLM.of`."""
     llm = LLM.of(replace(engine, drafter="none"), **more)
     machine = this_machine(llm.config.device)
     progress.loaded(llm)
@@ -237,9 +236,8 @@ def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, 
 
 
 def raw_runs(bench: Bench) -> list[dict[str, Any]]:
-    """Return one dict per pass over the requests: the keys of its setting, "repetition", and seconds by stage
-    ("wall_s", "prefill_s", ...). The key "answers" is a list with a dict for each answer: numbers of tokens, rounds and
-    accepted drafts, and seconds, without texts."""
+    """Return one dict per pass over the requests: its setting, "repetition", seconds by stage ("wall_s", "prefill_s",
+    ...), and "answers", a list of the answers' numbers of tokens, rounds and accepted drafts, and seconds."""
     return [
         {
             **asdict(setting),
@@ -263,9 +261,9 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
 
 
 def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, Any]) -> str | None:
-    """Write report.md, results.json, texts.json and report.html into the run folder. `bench`: the finished benchmark on
-    `machine`. `line`: its figures, as returned by `bench.decode.as_line`. Returns a message if report.html could not be
-    written (matplotlib is missing), else None."""
+    """Write report.md, results.json, texts.json and report.html into the run folder. `line`: the figures, as returned
+    by `bench.decode.as_line`. Returns a message if report.html could not be written (matplotlib is missing), else
+    None."""
     results: list[Result] = line["results"]
     llm, config = bench.llm, bench.config
     report = markdown(

@@ -48,12 +48,11 @@ Size = tuple[int, int]
 
 
 class FilledDrafter(Drafter):
-    """Runs another drafter (`inner`) at its full cost, but replaces its drafts by random tokens. For measurements only.
-    All other attributes are those of `inner`.
+    """Runs another drafter (`inner`) at its full cost, but replaces its drafts by random tokens. All other attributes
+    are those of `inner`.
 
-    Random tokens matter for a mixture of experts: a drafter with random weights would repeat one token, and
-    verification would read the same few experts every time.
-    """
+    A drafter with random weights would repeat one token, and a mixture of experts would then read the same few experts
+    every time."""
 
     is_instant = False
 
@@ -92,9 +91,8 @@ def add_round(times: Times, num_rows: int, width: int, wall_s: float, draft_s: f
 
 
 class StepBench:
-    """Measures the seconds of verification, drafting, other work of a round (host) and prefill on a loaded model with a
-    drafter. Each combination of rows (sequences in the batch) and positions (tokens verified per row) is measured. Call
-    `run()`, then `as_json()`."""
+    """Measures the seconds of verification, drafting, other work of a round (host) and prefill, for each combination of
+    rows (sequences in the batch) and positions (tokens verified per row). Call `run()`, then `as_json()`."""
 
     def __init__(self, llm: LLM, config: StepsConfig, drafter: str) -> None:
         self.llm, self.config, self.name = llm, config, drafter
@@ -114,9 +112,9 @@ class StepBench:
         self._engine = mocked_engine(llm, filled, config.tokens_per_round)
 
     def run(self, on_turn: Callable[[str], None] = ignore) -> None:
-        """Measure every combination of rows and positions `repeat` times, after a warm-up. Each repetition goes through
-        the batch sizes in order, and through the numbers of positions in a new random order. `on_turn`: gets a text
-        with the batch size after each batch size, also in the warm-up."""
+        """Measure every combination of rows and positions `repeat` times, after a warm-up. A repetition goes through
+        the batch sizes in order, and through the positions in a new random order. `on_turn` gets a text with the batch
+        size after each batch size, also in the warm-up."""
         order = random.Random(0)
         for turn in range(-1, self.config.repeat):
             times = self.times if turn >= 0 else no_times()
@@ -168,10 +166,9 @@ class StepBench:
         self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the content of steps.json. For each part of a round (verification, drafting, host) and each size
-        (rows, positions per row) it has the median seconds over the repetitions. Drafting times are listed only for
-        sizes of at most `num_drafted` drafts per row, the drafter's own number. `model_config`: the model's
-        config.json, which is copied into the result."""
+        """Return the content of steps.json: for each part of a round (verification, drafting, host) and each size, the
+        median seconds over the repetitions. Drafting times are listed for at most the drafter's own number of drafts.
+        `model_config`: the model's config.json, copied into the result."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         return {
@@ -201,20 +198,19 @@ class StepBench:
 
 def num_parameters(drafter: DFlashDrafter) -> int:
     """Return the number of the drafter's parameters that every round reads. Codebooks (tables with one row per token)
-    are not counted, because a round reads only a few of their rows."""
+    are not counted, because a round reads few of their rows."""
     return sum(weight.numel() for name, weight in drafter.network.named_parameters() if "codebook" not in name)
 
 
 def table(times: dict[Size, list[float]]) -> list[list[float]]:
-    """Return a sorted list with one entry [*size, median seconds] per size. A size is (rows, positions per row) for
-    verification, (rows, drafts per row) for drafting, and (1, prompt tokens) for prefill."""
+    """Return a sorted list with one entry [*size, median seconds] per size: (rows, positions per row) for verification,
+    (rows, drafts per row) for drafting, (1, prompt tokens) for prefill."""
     return [[*size, statistics.median(spent)] for size, spent in sorted(times.items())]
 
 
 def spread(times: dict[Size, list[float]]) -> float:
-    """Return the relative noise of repeated measurements, as a share (0.1 is 10%). For each size, the interquartile
-    range of its times is divided by their median; the result is the median of these shares. 0.0 if nothing was
-    repeated."""
+    """Return the relative noise of repeated measurements (0.1 is 10%): the median over sizes of the interquartile range
+    divided by the median. 0.0 if nothing was repeated."""
     shares = []
     for runs in times.values():
         if len(runs) > 1:
@@ -224,8 +220,8 @@ def spread(times: dict[Size, list[float]]) -> float:
 
 
 class MockBench:
-    """Measures decoding speed on a loaded model with mocked acceptance: a set number of drafts is accepted, whatever
-    their tokens. Call `run()`, then `results()`."""
+    """Measures decoding speed with mocked acceptance: a set number of drafts is accepted, whatever their tokens. Call
+    `run()`, then `results()`."""
 
     def __init__(self, llm: LLM, config: MockConfig, shape: ModelShape, machine: Machine) -> None:
         self.llm, self.config = llm, config
@@ -259,8 +255,8 @@ class MockBench:
 
     def run(self, on_pass: Callable[[str], None] = ignore) -> None:
         """Run each setting (batch size, acceptance length, chain or tree of drafts) `repeat` times, after one short
-        warm-up of each. Every second repetition runs the settings in reverse order. `on_pass`: gets a text that names
-        the setting after each pass, warm-ups included."""
+        warm-up of each. Every second repetition reverses their order. `on_pass` gets a text that names the setting
+        after each pass, warm-ups included."""
         for number in range(-1, self.config.repeat):
             for setting in self.settings[:: -1 if number % 2 else 1]:
                 done = self._pass(setting, number)

@@ -32,8 +32,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task of `bench lossy`, such as GSM8K: its prompts, and for each prompt the data row with the right answer,
-    which is used to score generated answers."""
+    """A task of `bench lossy`, such as GSM8K: prompts, and data rows with the right answers."""
 
     name: str
     prompts: list[Prompt]
@@ -46,8 +45,8 @@ class Task:
 
 def read_task(given: str, limit: int | None = None) -> Task:
     """Read a task from text of the form NAME=FILE. NAME is tickets, gsm8k or humaneval, and selects how answers are
-    scored. `limit`: use only the file's first rows. Raises PromptError for an unknown name, and if the file cannot be
-    read or a row lacks a key that the task needs."""
+    scored. `limit`: use only the first rows. Raises PromptError for an unknown name, an unreadable file or a row
+    without a key that the task needs."""
     name, _, file = given.partition("=")
     if name not in SCORERS or not file:
         raise PromptError(f"task {given!r:.80} is none: write it as NAME=FILE, of {', '.join(SCORERS)}")
@@ -72,8 +71,8 @@ def read_task(given: str, limit: int | None = None) -> Task:
 
 
 def score_ticket(row: Row, text: str) -> bool:
-    """Return True if the generated text is a JSON object whose `policy_id` and `action` are right. The right values are
-    in the last message of `row`, in the form "Policy ID: ACTION"."""
+    """Return True if the generated text is a JSON object with the right `policy_id` and `action`, which the last
+    message of `row` has in the form "Policy ID: ACTION"."""
     expected = re.search(r"Policy (\S+): (\S+)", row["messages"][-1]["content"])
     try:
         answer = json.loads(text)
@@ -95,8 +94,8 @@ def score_number(row: Row, text: str) -> bool:
 
 
 def score_code(row: Row, text: str) -> bool:
-    """Return True if the code in the generated text passes the tests of the HumanEval data row. The code is executed,
-    see `runs`."""
+    """Return True if the code in the generated text passes the tests of the HumanEval data row. Executes it, see
+    `runs`."""
     code = code_of(text)
     whole = code if f"def {row['entry_point']}" in code else row["prompt"] + code
     return runs(f"{row['prompt']}    pass\n\n{whole}\n\n{row['test']}\n\ncheck({row['entry_point']})\n")
@@ -117,8 +116,8 @@ def code_of(text: str) -> str:
 
 
 def runs(code: str) -> bool:
-    """Execute Python code in a separate process, and return True if it runs to its end without an error within the
-    limits of time (5 s of CPU time) and memory (1 GiB, on Linux). Its output is discarded."""
+    """Execute Python code in a separate process, and return True if it ends without an error within 5 s of CPU time
+    and, on Linux, 1 GiB of memory. Its output is discarded."""
     if sys.platform != "win32":
         import resource  # not in limit(): a forked process should not import
 

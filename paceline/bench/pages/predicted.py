@@ -33,9 +33,8 @@ LINE, CELL = 0.19, 0.075
 
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
-    """Return the number of drafts that round `number` (from 1) of a simulated answer accepts. `survival[i]`: share of
-    rounds whose first i + 1 drafts are accepted; averaged over many rounds, the simulated answer has these shares.
-    Nothing is random: equal arguments give equal results."""
+    """Return the number of drafts that round `number` (from 1) of a simulated answer accepts; nothing is random.
+    `survival[i]`: share of rounds whose first i + 1 drafts are accepted, which the answer has on average."""
     threshold = (number * GOLDEN) % 1.0
     return sum(survived > threshold for survived in survival)
 
@@ -54,9 +53,9 @@ def token_times(survival: Sequence[float], first_s: float, round_s: float, count
 
 
 def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
-    """Return a built-in sample text with predicted token times, once without drafts and once with drafts; no model
-    runs. `costs`: target, drafter and machine. `config`: batch size, context length, acceptance and longest draft.
-    Raises PacelineError for invalid costs or acceptance."""
+    """Return a built-in sample text with predicted token times, without drafts and with drafts; no model runs. `costs`:
+    target, drafter and machine. `config`: batch size, context length, acceptance and longest draft. Raises
+    PacelineError for invalid costs or acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)
     prediction, pieces = predict(setup.costs, acceptance, load), passage()
@@ -103,8 +102,8 @@ def _drafts(length: int, block: int | None) -> str:
 
 
 def draw_png(timing: Timing, png: Path) -> None:
-    """Write a PNG with two columns: on the left the answer and its speed without speculation, on the right with
-    speculation. Raises ConfigError if matplotlib is missing."""
+    """Write a PNG with two columns, the answer and its speed without speculation and with speculation. Raises
+    ConfigError if matplotlib is missing."""
     sides = [list(runs(side)) for side in (timing.off, timing.on)]
     num_lines = max(run.line for side in sides for run in side) + 1
     wide, high = 2 * 60 * CELL, (num_lines + 5) * LINE

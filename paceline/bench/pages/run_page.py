@@ -36,8 +36,8 @@ KINDS = {"heldout": "held out", "ood": "out of domain"}
 
 
 def speedup_cell(result: Result) -> str | None:
-    """Return the text of a table cell: the speed-up with its interval. It is "busy: repeat" if the measured speed-up is
-    higher than speculation can give, which happens on a busy machine. None if no speed-up was measured."""
+    """Return the text of a table cell: the speed-up with its interval, or "busy: repeat" if it is higher than
+    speculation can give (the machine was busy). None if no speed-up was measured."""
     return with_interval(result.speedup, result.speedup_interval, unit="x") or (result.doubt and "busy: repeat")
 
 
@@ -73,15 +73,14 @@ LOOPING_COLUMNS = (
 
 
 def table(results: list[Result]) -> Table:
-    """Return a table of decoding results with one row per setting (drafter, temperature, batch size). In a narrow
-    terminal it is shown without the intervals."""
+    """Return a table of decoding results with one row per setting (drafter, temperature, batch size). A narrow terminal
+    shows it without the intervals."""
     return Table(COLUMNS, results, width=140)
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """Content of a run folder: settings, training metrics, and results of decoding. Each `Line` is one JSON object as a
-    dict."""
+    """Content of a run folder: settings, training metrics, and results of decoding. Each `Line` is one JSON object."""
 
     path: Path
     config: Line = field(default_factory=dict)
@@ -99,14 +98,13 @@ class RunData:
 
     @property
     def is_evaluation(self) -> bool:
-        """True for `evaluate` (one drafter, several prompt sets); false for `bench decode` (several drafters, one
+        """True for `evaluate` (one drafter, several prompt sets); False for `bench decode` (several drafters, one
         set)."""
         return "sets" in self.evaluation
 
     @property
     def sets(self) -> dict[str, Line]:
-        """Name of a prompt set -> its figures, a dict as `bench.decode.set_figures` returns it; its key "results" has
-        the result of each setting."""
+        """Name of a prompt set -> its figures, as `bench.decode.set_figures` returns them."""
         bench = {str(self.config.get("prompts", "prompts")): self.evaluation} if self.evaluation else {}
         return self.evaluation.get("sets", bench)
 
@@ -125,7 +123,7 @@ class RunData:
 
 def read_run(folder: Path) -> RunData:
     """Read the run folder of a training, an evaluation or a decoding benchmark. Raises ConfigError if it has no results
-    of any of these, or if a file is damaged."""
+    of these, or a damaged file."""
     if not folder.is_dir():
         raise ConfigError(f"there is no run folder {folder}: check the path")
     lines, command, decoded = RunFolder(folder).metrics(), folder / "command.txt", _object(folder / "results.json")
@@ -161,21 +159,19 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """Return a curve as (x values, y values), with one point for each entry of a training log. `lines`: these entries,
-    as dicts. x is the entry's value of the key `over` (by default the number of blocks trained on so far), y its value
-    of `key`. An entry without one of the two is left out.
+    """Return a curve as (x values, y values), with one point for each entry of a training log. `lines`: these entries.
+    x is the entry's value of the key `over` (by default the number of blocks trained on so far), y its value of `key`.
+    Entries without one of the two are left out.
 
-    `kind`: "" reads y from the entry itself. "heldout" (held-out prompts) and "ood" (out-of-domain prompts) read y from
-    the drafter's results on these prompts, a dict that the entry has under the key `kind`.
-    """
+    `kind`: "" reads y from the entry itself; "heldout" and "ood" read it from the results on held-out and out-of-domain
+    prompts, a dict under this key."""
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]
 
 
 def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float], list[float]]:
-    """Return the curve (x, y) with at most `most` points, each the mean of several neighbouring points. A curve with no
-    more points than that is unchanged."""
+    """Return the curve (x, y) with at most `most` points, each the mean of several neighbouring points."""
     size = -(-len(x) // most)
     if size <= 1:
         return x, y
@@ -207,8 +203,7 @@ def page(run: RunData) -> str:
 
 def run_tone(run: RunData) -> Tone:
     """Return the colour of the run's verdict: "good" (green: a gain), "cost" (amber: slower than plain decoding, or
-    worse than the default drafter), "bad" (red: answers are not lossless), or "" (grey: no clear gain, or no reliable
-    result)."""
+    worse than the default drafter), "bad" (red: not lossless), or "" (grey: no clear gain, or no reliable result)."""
     drafted = _drafted([result for _, result in run.results()])
     if any(result.lossless is False for result in drafted):
         return "bad"
@@ -251,9 +246,9 @@ def verdict_of(run: RunData) -> str:
 
 
 def training_verdict(run: RunData) -> str:
-    """Return the verdict on a training run as text: the drafter's acceptance length, how it compares with the one that
-    the plan predicted before the training, and the next step to take. The acceptance length is the one measured in the
-    engine or, without such a measurement, the estimate on held-out answers."""
+    """Return the verdict on a training run as text: the drafter's acceptance length, how it compares with the plan's
+    prediction, and the next step to take. The acceptance length is the one measured in the engine, or else the estimate
+    on held-out answers."""
     served, speedup = run.served.get("tokens_per_round"), run.served.get("speedup")
     values = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
     values["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)

@@ -52,7 +52,7 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Chart:
     """Data of a chart of speed-up over tokens per round: a predicted curve, measured points, and the slope of each of
-    these series (the speed-up gained per additional token per round)."""
+    these series."""
 
     title: str
     kind: str
@@ -73,9 +73,8 @@ class Chart:
 
 
 def made(costs: CostsConfig, config: ChartConfig) -> Chart:
-    """Return the data of the chart of speed-up over tokens per round: a curve predicted from `costs`, and points
-    measured in the runs in `config.results`. Raises PacelineError for unreadable costs, or a run without a result at
-    `config.batch`."""
+    """Return the data of the chart: a curve predicted from `costs`, and points measured in the runs in
+    `config.results`. Raises PacelineError for unreadable costs, or a run without a result at `config.batch`."""
     batch, context = config.batch, config.context
     setup = set_up(costs, [Load(batch, context)])
     points = [point for run in config.results for point in read_points(run, batch)]
@@ -105,8 +104,7 @@ def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 def read_points(run: Path, batch: int) -> list[Point]:
     """Return one point (acceptance length, speed-up) for each drafter that a bench decode run measured at batch size
-    `batch`. Speed-ups that are higher than speculation can give are left out. Raises ConfigError if no point is
-    left."""
+    `batch`. Speed-ups above what speculation can give are left out. Raises ConfigError if no point is left."""
     file = run / "results.json" if run.is_dir() else run
     objects = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
     results = objects[0].get("results") if len(objects) == 1 else None

@@ -97,8 +97,7 @@ class TimedAnswer:
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens per decode round, without the first token, which prefill generates; 1.0 if there are no decode
-        rounds."""
+        """Tokens per decode round, without the first token, which prefill generates; 1.0 without decode rounds."""
         return (len(self.tokens) - 1) / self.tokens[-1].round if self.tokens[-1].round else 1.0
 
 
@@ -123,8 +122,8 @@ class Timing:
 
     @property
     def speedup(self) -> float | None:
-        """Ratio of tokens per second with speculation to those without. None if the ratio is higher than speculation
-        can give; `doubt` then has the reason."""
+        """Ratio of tokens per second with speculation to those without; None if it is higher than speculation can give,
+        see `doubt`."""
         return possible_speedup(self._measured, self.on.tokens_per_round)
 
     @property
@@ -139,15 +138,14 @@ class Timing:
     @property
     def usual_speed(self) -> float:
         """Default replay speed, as a factor of real time: the largest of 1.0, 0.5, 0.25 and 0.1 at which the replay
-        takes at least 3 seconds; 0.1 if the replay is shorter at every speed."""
+        takes at least 3 seconds, else 0.1."""
         end_s = max(self.off.total_s, self.on.total_s)
         return next((speed for speed in SPEEDS if end_s / speed >= LEAST_S), SPEEDS[-1])
 
     @property
     def tone(self) -> Tone:
         """Colour of the verdict on the speed-up: "good" (green: a gain), "cost" (amber: slower than plain decoding),
-        "bad" (red: the answer is not lossless), or "" (grey: no clear gain, or times that are predicted or not
-        reliable)."""
+        "bad" (red: not lossless), or "" (grey: no clear gain, or predicted or unreliable times)."""
         if not self.on.lossless:
             return "bad"
         return "" if self.predicted is not None or self.doubt else tone_of([self._measured])
@@ -177,9 +175,8 @@ def record(
     on_answer: Callable[[str], None] = ignore,
 ) -> Timing:
     """Answer the prompt `prompt_ids` `repeat` times without drafts and `repeat` times with the LLM's drafter,
-    alternately. Returns the token times of one answer of each kind, the one with the median total time. The LLM keeps
-    its drafter. `prompt`, `machine`: texts to store with the times. `on_answer`: gets a progress text after each
-    answer."""
+    alternately. Returns the token times of one answer of each kind, the one with the median total time. `prompt`,
+    `machine`: texts to store with the times. `on_answer` gets a progress text after each answer."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
     engines = Engines(llm)
     engines.add("on", llm.drafter)
@@ -213,9 +210,8 @@ def record(
 
 
 def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
-    """Return the tokens of a finished sequence, each with its text, its time in seconds after the request's arrival,
-    and the index of its round. `detokenizer`: a new one, which has not decoded any token. `drafter`: the drafter's
-    name, stored with the result."""
+    """Return the tokens of a finished sequence, each with its text, its seconds after the request's arrival, and its
+    round. `detokenizer`: a new one. `drafter`: the drafter's name, stored with the result."""
     ids = sequence.output_ids
     origins = [(0, False)]
     for number, one in enumerate(sequence.rounds, start=1):
@@ -233,8 +229,8 @@ def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
 
 
 def read_timing(folder: Path) -> Timing:
-    """Read the token times that `paceline compare` recorded for two answers, with speculation off and on. `folder`: the
-    run folder, or the JSON file itself. Raises ConfigError if the file is missing or invalid."""
+    """Read the token times of two answers that `paceline compare` recorded, from the run folder or the JSON file
+    itself. Raises ConfigError if the file is missing or invalid."""
     file = folder / NAME if folder.is_dir() else folder
     read = read_json(file, "--from wants a folder of paceline compare")
     damaged = (KeyError, TypeError, ValueError, AttributeError)
@@ -259,8 +255,8 @@ def _answer(read: dict[str, Any]) -> TimedAnswer:
 
 
 def page(timing: Timing) -> str:
-    """Return an HTML page that shows the two answers, without and with speculation, in two columns and replays them:
-    each token appears at its recorded time. The replay speed is at first `timing.usual_speed`."""
+    """Return an HTML page that replays the two answers in two columns: each token appears at its recorded time. The
+    replay speed is at first `timing.usual_speed`."""
     data = embedded(plain(timing) | {"verdict": timing.verdict, "speed": timing.usual_speed})
     return render(
         "timing.html", title=f"{timing.model}: {timing.verdict}", tone=timing.tone, data=Markup(data), hash_of=hash_of
@@ -269,8 +265,8 @@ def page(timing: Timing) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Piece of an answer's text that is drawn in one colour: consecutive tokens on one line, from one round, either all
-    accepted drafts or all the target's own."""
+    """Piece of an answer's text that is drawn in one colour: tokens on one line, from one round, either all accepted
+    drafts or all the target's own."""
 
     line: int
     cell: int
@@ -317,8 +313,8 @@ def _said(side: TimedAnswer, now_s: float) -> str:
 
 
 def runs(side: TimedAnswer, cells: int = CELLS) -> Iterator[Run]:
-    """Yield an answer's text in pieces, each with its line and column. All tokens of a piece are of one round. Lines
-    are wrapped at `cells` characters, between words where possible."""
+    """Yield an answer's text in pieces, each with its line and column. Lines are wrapped at `cells` characters, between
+    words where possible."""
     text = Text(overflow="fold")
     for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
         letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")

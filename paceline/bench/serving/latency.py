@@ -75,8 +75,7 @@ class Measured:
 
 
 def measured(stream: Stream) -> Measured:
-    """Return the times of one request from `stream`, its streamed response. For a failed request only `error` is
-    set."""
+    """Return the times of one request from its streamed response; for a failed request only `error` is set."""
     answer = read_answer(stream)
     if answer.error:
         return Measured(error=answer.error)
@@ -98,17 +97,13 @@ def measured(stream: Stream) -> Measured:
 
 def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
     """Split the time of one answer into parts such as "connect", "queue", "prefill" and "verify". `answer` is the
-    parsed `stream`. Returns part -> seconds. The parts sum to the time from sending the request to the end of the
-    response.
+    parsed `stream`. Returns part -> seconds; they sum to the time from sending the request to the end of the response.
 
     "connect" and "send" are measured by the client. The other parts depend on what the server reports:
 
-    - A paceline server reports them in its `timings` (`serve/http/clock.py`). Time that is in no other part is the part
-      "unattributed".
-    - llama.cpp's server reports `prompt_ms`, which becomes "prefill", and `predicted_ms`, which becomes "verify". The
-      rest of the time is the part "untold".
-    - Other servers report nothing: the rest of the time is the part "untold".
-    """
+    - A paceline server reports its `timings` (`serve/http/clock.py`). Time in no other part is "unattributed".
+    - llama.cpp's server reports `prompt_ms` ("prefill") and `predicted_ms` ("verify"). The rest is "untold".
+    - Other servers report nothing: the rest is "untold"."""
     timings = answer.timings
     connect_s, send_s = stream.connected_s - stream.sent_s, stream.written_s - stream.connected_s
     wait_s, rest_s = stream.headers_s - stream.written_s, stream.ended_s - stream.headers_s
@@ -129,8 +124,7 @@ def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
 
 @dataclass(slots=True)
 class LatencyResult:
-    """Latencies of one contender (server) on one workload, in seconds, over the answers of all repetitions: total time,
-    time to the first token, and time of each part such as prefill."""
+    """Latencies of one contender (server) on one workload, in seconds, over the answers of all repetitions."""
 
     workload: str
     arm: str
@@ -160,8 +154,8 @@ class LatencyResult:
 
 @dataclass(slots=True)
 class Pair:
-    """Comparison of the contender `arm` with the first contender, `against`, on the same requests, in seconds. `part`
-    names the time that is compared: "total", "communication", "host", "prefill" or "decode"."""
+    """Comparison of the contender `arm` with the first contender, `against`, on the same requests. `part` names the
+    compared time: "total", "communication", "host", "prefill" or "decode"."""
 
     workload: str
     arm: str
@@ -183,7 +177,7 @@ class Pair:
 
 
 class LatencyBench:
-    """Sends all workloads to all contenders (the servers to compare) and summarises their times. Call `run()`, then
+    """Sends all workloads to all contenders (servers to compare) and summarises their times. Call `run()`, then
     `results()` and `pairs()`."""
 
     def __init__(self, arms: list[Contender], workloads: list[Workload], config: LatencyConfig) -> None:
@@ -199,8 +193,8 @@ class LatencyBench:
 
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
         """Send all workloads `repeat` times, after one short warm-up request per workload and contender. The contenders
-        take turns: each gets a few requests, then the next contender gets the same ones. `on_answer`: gets the names of
-        workload and contender after each answer. Raises ConfigError if a warm-up request fails."""
+        get the same few requests in turns. `on_answer` gets the names of workload and contender after each answer.
+        Raises ConfigError if a warm-up request fails."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:
@@ -271,8 +265,8 @@ class LatencyBench:
         return [_result(*names, answers) for names, answers in self.measured.items()]
 
     def pairs(self) -> list[Pair]:
-        """Compare every other contender with the first one, for each workload. Returns one Pair for each compared time:
-        total, communication, host, prefill and decode. Times that a server does not report have no Pair."""
+        """Compare every other contender with the first one, for each workload: total time, communication, host, prefill
+        and decode. Times that a server does not report have no Pair."""
         first = self.arms[0].name
         return [
             pair
@@ -306,11 +300,9 @@ class LatencyBench:
         )
 
     def _doubt(self, workload: str, ratio: float | None, pairs: list[tuple[Measured, Measured]]) -> str | None:
-        """Return the reason why the comparison with plain decoding allows no verdict, or None.
-
-        The ratio is bounded only in closed loops, since at an open rate requests also delay one another, and only
-        compared with plain decoding, since another drafter may cost more than it gains.
-        """
+        """Return the reason why the comparison with plain decoding allows no verdict, or None. The ratio is bounded
+        only in closed loops, since at an open rate requests also delay one another, and only compared with plain
+        decoding, since another drafter may cost more than it gains."""
         own, other = (_tokens_per_round([pair[side] for pair in pairs]) for side in (0, 1))
         rate = next(item.rate for item in self.workloads if item.name == workload)
         is_open = not self.config.concurrency and bool(self.config.rate or rate)
@@ -365,9 +357,8 @@ def _result(workload: str, arm: str, answers: list[Measured]) -> LatencyResult:
 
 
 def bar_of(answers: Sequence[Measured], share: float) -> dict[str, float]:
-    """Return the segments of one stacked bar for the percentile `share` (0.5 is the median): segment name, such as
-    "prefill", -> mean seconds. The mean is over the answers whose rank by total time is near this percentile; 0.0
-    without answers."""
+    """Return segment, such as "prefill", -> mean seconds, over the answers near the percentile `share` of total time
+    (0.5 is the median); 0.0 without answers."""
     ordered = sorted(answers, key=lambda answer: answer.total_s)
     middle, width = share * (len(ordered) - 1), max(NEAR * len(ordered), 0.5)
     near = [answer for place, answer in enumerate(ordered) if abs(place - middle) <= width]

@@ -80,16 +80,14 @@ def bench_latency(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Measure request latency and write the report. Returns the command's JSON output as a dict; its key "run" is the
-    run folder.
+    """Measure request latency and write the report. Returns the command's JSON output; "run" is the run folder.
 
     `workloads`: names of built-in workloads; `prompts`: files of prompts; without both, the workload "voice" is used.
     `limit`: use only the first requests of each workload or file. `schema`: JSON schema that the answers to the files'
     prompts follow.
 
     Raises ConfigError for an unknown workload, for a server that cannot be started or used, and if every request
-    failed.
-    """
+    failed."""
     chosen = _read_workloads(workloads, prompts, schema, limit)
     key = key_of(arms.api_key_file)
     names = [workload.name for workload in chosen]
@@ -153,9 +151,8 @@ def _arm(name: str, url: str, key: str | None, model: str | None, config: Latenc
 
 
 def verdict_on(results: list[LatencyResult], pairs: list[Pair]) -> str:
-    """Return the verdict as text. First it says how closely the parts of the time (queue, prefill, ...) sum to the time
-    that the client measured. Then it names results that are not lossless and, for each comparison, how much less time
-    decoding takes."""
+    """Return the verdict as text: how closely the parts of the time (queue, prefill, ...) sum to the client's time,
+    which results are not lossless and, for each comparison, how much less time decoding takes."""
     timed = [result.unattributed or 0.0 for result in results if result.is_told]
     worst = max(timed, default=0.0)
     only, advice = ("", "") if worst <= ENOUGH else ("only ", ": look at unattributed first")
@@ -226,8 +223,7 @@ def _report(
 
 
 def remedy_of(result: LatencyResult) -> str:
-    """Return one sentence that names the part with the most time in the median latency, and advises how to reduce
-    it."""
+    """Return one sentence that names the part with the most time in the median latency, and how to reduce it."""
     assert result.largest
     bar = result.bars["p50"]
     share = bar[result.largest] / (sum(bar.values()) or 1.0)
@@ -238,8 +234,8 @@ def remedy_of(result: LatencyResult) -> str:
 
 
 def bars_of(results: Sequence[LatencyResult]) -> list[Plot]:
-    """Return one plot per workload, with three stacked bars for each contender: the parts of its p50, p90 and p99
-    latency, in milliseconds."""
+    """Return one plot per workload, with stacked bars of each contender's p50, p90 and p99 latency by part, in
+    milliseconds."""
     names = list(SEGMENTS)
     return [
         stacked(

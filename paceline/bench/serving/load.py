@@ -94,8 +94,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Pass:
-    """Result of sending all requests once to one contender (a server or one setting of it), at one load (number of
-    requests in flight, or requests per second): the answers, the wall time and the client's CPU time."""
+    """Result of sending all requests once to one contender (a server or one setting of it) at one load."""
 
     wall_s: float
     client_cpu_s: float
@@ -118,8 +117,8 @@ class Pass:
 
 @dataclass(slots=True)
 class ServingResult:
-    """Throughput, latencies (seconds) and speed-up of one contender (a server or one setting of it) at one load (number
-    of requests in flight, or requests per second), over the answers of all repetitions."""
+    """Throughput, latencies (seconds) and speed-up of one contender (a server or one setting of it) at one load, over
+    the answers of all repetitions."""
 
     load: Arrivals
     speculate: str
@@ -178,10 +177,9 @@ class ServingBench:
         on_answer: Callable[[Arrivals, str], None] = ignore,
         on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
     ) -> None:
-        """Send all requests `repeat` times at each load (number of requests in flight, or requests per second). At each
-        load the contenders run one after the other; every second time their order is reversed. `on_answer`: gets the
-        load and the contender's name after each answer. `on_pass`: gets the load, the contender's name and the Pass
-        after all requests of a load."""
+        """Send all requests `repeat` times at each load. At each load the contenders run one after the other; every
+        second time their order is reversed. `on_answer` gets the load and the contender's name after each answer.
+        `on_pass` gets these and the Pass after all requests of a load."""
         try:
             for contender in self.contenders:
                 self._pass(contender, self.loads[0], WARM_UP_TOKENS, 0)
@@ -259,7 +257,7 @@ def _steps(client: Client) -> dict[tuple[str, int], tuple[int, float]]:
 def api_request(
     prompt: Prompt, index: int, config: ServingConfig | LatencyConfig, max_tokens: int, fields: dict[str, Any]
 ) -> tuple[str, bytes]:
-    """Return (API path, JSON body) of a streamed request for this prompt. The request's seed is `config.seed + index`.
+    """Return (API path, JSON body) of a streamed request for this prompt, with the seed `config.seed + index`.
     `fields`: further fields of the body, such as the model's name."""
     path, own = prompt.api_request()
     options = {"max_tokens": max_tokens, "temperature": config.temperature, "seed": config.seed + index}
@@ -274,11 +272,10 @@ def send_all(
     due: Sequence[float] | None,
     on_answer: Callable[[], None],
 ) -> list[Stream]:
-    """Send requests, each given as (API path, JSON body), and return their responses in the same order. `on_answer`:
-    called after each response.
-
-    `due` None (closed loop): `concurrency` requests are in flight at any time. Otherwise (open loop) `due` has the time
-    to send each request, as a value of time.perf_counter, and requests do not wait for earlier ones."""
+    """Send requests, each an (API path, JSON body) pair, and return their responses in the same order. `on_answer`:
+    called after each response. Without `due` (closed loop), `concurrency` requests are in flight at any time. `due`
+    (open loop) has the time to send each request, a value of time.perf_counter; requests do not wait for earlier
+    ones."""
 
     def send(index: int, due_s: float | None = None) -> Stream:
         stream = client.post(*requests[index], due_s)
@@ -317,9 +314,8 @@ def _identical(passes: list[Pass], baseline: list[Pass]) -> float | None:
 
 
 def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
-    """Parse the streamed response to a chat or text completion. A response that failed, is invalid or incomplete gives
-    an Answer with `error`. `began_s`: start of the pass, as a value of time.perf_counter; the answer's `due_s`, the
-    scheduled send time, is counted from it."""
+    """Parse the streamed response to a chat or text completion. A failed, invalid or incomplete response gives an
+    Answer with `error`. `began_s`: start of the pass, a value of time.perf_counter, from which `due_s` is counted."""
     if stream.failure:
         return Answer(error=stream.failure)
     if stream.status != 200:

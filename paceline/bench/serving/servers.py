@@ -76,11 +76,11 @@ def bench_serving(
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Measure a server under load and write the report. `prompts`: file or data set id [default: the built-in set];
-    `limit`: use only the first prompts. Returns the command's JSON output as a dict; its key "run" is the run folder.
+    `limit`: use only the first prompts. Returns the command's JSON output; "run" is the run folder.
 
-    Raises PromptError for missing prompts. For a running server raises DownloadError if it does not answer, and
-    ModelNotFoundError if it does not serve the model. Raises ConfigError for a server that cannot be started, a wrong
-    key, and if every request failed."""
+    Raises PromptError for missing prompts, DownloadError if a running server does not answer, ModelNotFoundError if it
+    does not serve the model, and ConfigError for a server that cannot be started, a wrong key, and if every request
+    failed."""
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     key = key_of(servers.api_key_file)
     described: dict[str, Any] = {
@@ -231,10 +231,9 @@ def _running(servers: ServersConfig, url: str, key: str | None, timeout_s: float
 
 def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
     """Ask the server at `url` for its models. Returns (name of the model to use, True if it is a paceline server).
-    `key`: API key. `model`: the name to use; None selects the first model that the server lists.
-
-    Raises DownloadError if no server answers, ConfigError if the key is wrong or the server is not OpenAI-compatible,
-    and ModelNotFoundError if it does not serve `model`."""
+    `key`: API key. `model`: the name to use; None selects the first one that the server lists. Raises DownloadError if
+    no server answers, ConfigError if the key is wrong or the server is not OpenAI-compatible, and ModelNotFoundError if
+    it does not serve `model`."""
     missing = reraised(
         DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError
     )
@@ -276,13 +275,12 @@ def _started(
 
 @contextlib.contextmanager
 def started(named: Sequence[tuple[str, Sequence[str]]], folder: Path, progress: Progress) -> Iterator[list[str]]:
-    """Context manager that starts the servers `named`, one `paceline serve` process for each pair (name, options).
-    Yields their URLs in the same order, and stops the servers at the end. The log of a server is the file
-    server-NAME.log in `folder`. Raises ConfigError if a server cannot be started.
+    """Context manager that starts one `paceline serve` process for each pair (name, options) of `named`. Yields their
+    URLs in the same order, and stops the servers at the end. Their logs are the files server-NAME.log in `folder`.
+    Raises ConfigError if a server cannot be started.
 
-    Servers start one after the other: each times its own passes when it starts, and another starting server would
-    disturb these measurements. An idle server uses no processor time.
-    """
+    Servers start one after the other: each times its own passes when it starts, which another starting server would
+    disturb. An idle server uses no processor time."""
     processes: list[subprocess.Popen[bytes]] = []
     urls: list[str] = []
     try:

@@ -20,8 +20,7 @@ OWN_MAX_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request of a workload: a prompt and, optionally, a JSON schema that the answer must follow. All compared
-    servers get the same request."""
+    """One request of a workload: a prompt and, optionally, a JSON schema that the answer must follow."""
 
     prompt: Prompt
     schema: dict[str, Any] | None = None
@@ -41,8 +40,8 @@ class Workload:
 
 
 def named_workload(name: str, limit: int | None = None) -> Workload:
-    """Return the built-in workload "voice", "coding" or "chat", with at most its first `limit` requests. Raises
-    KeyError for another name."""
+    """Return at most the first `limit` requests of the built-in workload "voice", "coding" or "chat". Raises KeyError
+    for another name."""
     workload = WORKLOADS[name]
     opening = [{"role": "system", "content": workload["system"]}] if "system" in workload else []
     requests: list[WorkloadRequest] = []
@@ -60,9 +59,9 @@ def named_workload(name: str, limit: int | None = None) -> Workload:
 
 
 def workload_of(source: str | Path, limit: int | None = None, schema: dict[str, Any] | None = None) -> Workload:
-    """Return the prompts of a JSON lines or Parquet file as a workload, named after the file. Its requests are sent one
-    after the other. `limit`: use only the first prompts; None: all. `schema`: JSON schema that the answers follow.
-    Raises PromptError if the prompts cannot be read."""
+    """Return the prompts of a JSON lines or Parquet file as a workload, whose requests are sent one after the other.
+    `limit`: use only the first prompts. `schema`: JSON schema that the answers follow. Raises PromptError if the
+    prompts cannot be read."""
     prompts = read_prompts(source, limit)
     requests = [WorkloadRequest(prompt, schema) for prompt in prompts]
     return Workload(
