@@ -246,7 +246,7 @@ def _check_unused(words: Sequence[str], is_running: object) -> None:
 
 def words_of(engine: EngineConfig) -> tuple[str, ...]:
     """Return the options of `paceline serve` that give a server these engine settings, such as ("--model",
-    "smollm2-135m"). Settings that have their default value are left out."""
+    "smollm2-135m"). Default values are left out."""
     defaults, words = EngineConfig(), list[str]()
     for field in fields(engine):
         name, value = field.name.replace("_", "-"), getattr(engine, field.name)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """Description of one command, or of a group of commands such as `bench`: where it is defined and its one-line
-    summary."""
+    """One command, or a group of commands such as `bench`: where it is defined, and its one-line summary."""
 
     module: str
     """The module under `paceline.commands` that defines it; empty for a group."""

@@ -219,9 +219,7 @@ def _measured(
     vary: bool | None,
 ) -> dict[str, Any]:
     """Measure the drafter's acceptance length with the target and, if it is low or `vary` is set, that of each
-    variation.
-
-    An MTP layer (without `stored`) has no variations, because its settings are the target's."""
+    variation. An MTP layer (without `stored`) has no variations, because its settings are the target's."""
     starting(engine.model)
     from paceline.engine.llm import LLM
     from paceline.loop.adapt.servers import mismatch

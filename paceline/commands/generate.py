@@ -117,8 +117,7 @@ def generate(
 
 
 def note_hidden_scores(sampling: SamplingParams, as_json: bool) -> None:
-    """Print a note if log-probabilities were requested but `as_json` (--json) is False: only the JSON output contains
-    them."""
+    """Print a note if log-probabilities were requested without --json: only the JSON output contains them."""
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None and not as_json:
             say(f"note: --{name.replace('_', '-')} shows only with --json")
@@ -137,9 +136,7 @@ def _compared(plain: Beside | None, peer: Beside | None) -> dict[str, Any]:
 def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None) -> tuple[str | None, str]:
     """Split the words of the command line into (model name or None, prompt). The last word is the prompt, a word before
     it the model's name. `prompt_file`: file to read the prompt from instead. `has_model`: True if --model was given.
-
-    Raises PromptError if there is no prompt or there are too many words, also for a model name in addition to
-    --model."""
+    Raises PromptError without a prompt, for too many words, and for a model name in addition to --model."""
     words = list(words)
     if prompt_file is None:
         prompt = prompt_of(words.pop() if words else None, "paceline generate")
@@ -153,9 +150,8 @@ def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None
 
 
 def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
-    """Return the token ids of a prompt. The chat template is applied to the system message `system`, if there is one,
-    and the prompt as a user message. If `raw` is True, only the prompt's text is tokenised. Raises TemplateError if the
-    model has no chat template."""
+    """Return the token ids of a prompt, with the chat template and the system message `system`, or of its text alone if
+    `raw` is True. Raises TemplateError if the model has no chat template."""
     if raw:
         return llm.tokenizer.encode(prompt)
     opening = [{"role": "system", "content": system}] if system else []

@@ -231,7 +231,6 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
 
 def _check_written(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Check before the command runs that its output files and folders can be written; prints a note for new folders.
-
     Raises CacheError."""
     for name in (*WRITTEN, *WRITTEN_FILES):
         if not isinstance(path := given.get(name), Path):
@@ -322,7 +321,7 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 @contextlib.contextmanager
 def named(names: dict[str, str], also: str = "") -> Iterator[None]:
     """Context manager that replaces field names by option names in messages of PacelineErrors. `names`: field ->
-    option. Only names with an underscore, and not in a file path, are replaced; others may be ordinary words. `also`:
+    option. Only names with an underscore and outside file paths are replaced; others may be ordinary words. `also`:
     regular expression that ends in "|"; a name that it matches is always replaced."""
     try:
         yield

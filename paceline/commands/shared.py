@@ -46,16 +46,15 @@ def finish(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
 
 
 def starting(model: str) -> None:
-    """Check a model's name before loading it; raises ModelNotFoundError if it is invalid. In a terminal also prints
-    "loading MODEL", because loading takes seconds."""
+    """Check a model's name before loading it; raises ModelNotFoundError for an invalid one. In a terminal also prints
+    "loading MODEL"."""
     check_name(model)
     if sys.stderr.isatty():
         say(f"loading {model}")
 
 
 def introduce(llm: LLM) -> str:
-    """Return a text that describes the loaded model: the drafter, device and data types in use (also where the settings
-    were "auto" or "default"), and the memory."""
+    """Return a text that describes the loaded model: the drafter, device and data types in use, and the memory."""
     from paceline.draft.pool import memory_of
     from paceline.model.backends import form_of
     from paceline.report.pages import render
@@ -65,8 +64,8 @@ def introduce(llm: LLM) -> str:
 
 
 class MinuteLines:
-    """Progress report for output that is not a terminal: at most once a minute prints a line with the share done and
-    the minutes left."""
+    """Progress report for output that is not a terminal: at most once a minute, a line with the share done and the
+    minutes left."""
 
     EVERY_S = 60.0
 
@@ -77,8 +76,7 @@ class MinuteLines:
 
     def advance(self, text: str, share: float | None = None) -> None:
         """Count one finished item, and print a line if at least a minute has passed since the line before. `text`:
-        description of the item, printed at the end of the line. `share`: share of all work done, from 0 to 1; None:
-        finished items over all items."""
+        description of the item. `share`: share of all work done, from 0 to 1; None: finished items over all items."""
         self._done += 1
         if self._done == 1 and share is not None:
             self._first = share  # an earlier run may have done a part
@@ -163,10 +161,9 @@ MaxTV = Annotated[
 
 
 def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
-    """Parse the lossy acceptance rule `text` (option --lossy). `max_tv` (option --max-tv) replaces the rule's own limit
-    of the mean total variation; None keeps it. Returns None if `text` is None.
-
-    Raises SamplingError for an invalid rule, ConfigError for `max_tv` without a rule."""
+    """Parse the lossy acceptance rule `text` (option --lossy); None gives None. `max_tv` (option --max-tv) replaces the
+    rule's own limit of the mean total variation. Raises SamplingError for an invalid rule, ConfigError for `max_tv`
+    without a rule."""
     if text is None:
         refuse(
             ConfigError,
@@ -179,11 +176,8 @@ def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
 
 def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
     """Load the model for a command that runs one request at a time, and print what was loaded. `word`: a model name
-    given as an argument, used if `engine` has the default model. `more`: further arguments of `LLM.of`.
-
-    Raises ConfigError if acceptance is mocked (a set number of drafts is accepted, whatever their tokens) and the set
-    number is larger than the drafter's number of drafts per round.
-    """
+    given as an argument, used if `engine` has the default model. `more`: further arguments of `LLM.of`. Raises
+    ConfigError if more drafts are to be accepted (mocked acceptance) than the drafter makes per round."""
     named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
     starting(named.model)
     from paceline.engine.llm import LLM
@@ -203,8 +197,8 @@ def is_named(engine: EngineConfig) -> bool:
 
 
 def prompt_of(word: str | None, example: str) -> str:
-    """Return the prompt: `word`, or the text of standard input if `word` is "-". Raises PromptError if `word` is None
-    or the text is blank. `example`: a command to show in the error message."""
+    """Return the prompt: `word`, or the text of standard input if `word` is "-". Raises PromptError without a prompt or
+    for a blank one. `example`: a command to show in the error message."""
     if word is None:
         raise PromptError(f'there is no prompt: give one, as in {example} "Why is the sky blue?", or - for stdin')
     if word == "-":
@@ -227,9 +221,8 @@ def check_template(raw: bool, system: str | None) -> None:
 
 def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None:
     """Return the grammar that the answer must follow, or None if both parameters are None. `json_schema`: a JSON schema
-    or the path of a file with one; "{}" allows any JSON object. `regex`: a regular expression.
-
-    Raises ConfigError if both are given, or if the file cannot be read."""
+    or the path of a file with one; "{}" allows any JSON object. `regex`: a regular expression. Raises ConfigError if
+    both are given, or if the file cannot be read."""
     if json_schema and regex:
         raise ConfigError("--json-schema and --regex exclude each other: leave one out")
     if regex:

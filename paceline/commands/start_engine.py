@@ -28,8 +28,8 @@ def _given(context: typer.Context | None) -> list[str]:
 
 
 def check_own(words: Sequence[str], context: typer.Context | None) -> None:
-    """Check a call of `serve` without --engine. Raises ConfigError if it has options that apply to vLLM and SGLang only
-    (OTHERS), or any `words` after `--`. `context`: click's context of the command; None if called from Python."""
+    """Check a call of `serve` without --engine. Raises ConfigError for options of vLLM and SGLang only (OTHERS), or any
+    `words` after `--`. `context`: click's context of the command; None if called from Python."""
     refuse(
         ConfigError,
         (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too"),
@@ -50,10 +50,8 @@ def serve_with_other(
 ) -> int:
     """Start vLLM or SGLang with the model of `engine` and the drafter and address of `serving`, wait until it ends, and
     return its exit status. `words`: further options for vLLM or SGLang. `context`: click's context of the running
-    command, whose options are checked; None if called from Python.
-
-    Raises ConfigError for options that only paceline's own engine has, for more than one drafter or API key, and for
-    port 0."""
+    command, whose options are checked; None if called from Python. Raises ConfigError for options that only paceline's
+    own engine has, for more than one drafter or API key, and for port 0."""
     options = _given(context)
     for name in options:
         if name not in (*TAKEN, *OTHERS, "engine"):
