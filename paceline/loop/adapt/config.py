@@ -198,7 +198,8 @@ class WatchConfig:
     most_probation_hours: Positive = 24.0
     """Maximum hours on probation, if the traffic is too little to judge the drafter."""
     unproven: Annotated[str, UNPROVEN] = "take-back"
-    """Roll back a drafter that could not be judged (take-back), or keep it; one loaded by hand always stays."""
+    """Roll back a drafter that had too little traffic to be judged (take-back), or keep it; one loaded by hand is kept.
+    If the server gets worse, is unhealthy or silent, every drafter is rolled back."""
     most_errors: Share = 0.02
     """Increase of the share of failed requests at which a drafter is rolled back."""
     most_wait_hours: Positive = 24.0

@@ -191,7 +191,8 @@ class Watcher(Steps):
         if probation is not None:
             probation.incumbent = self.incumbent
             self.by_hand, self._is_unsaved = probation, True
-            why = f"{probation.drafter} was loaded by hand ({probation.member}): it is watched"
+            then = "it is watched, and taken back if the server gets worse"
+            why = f"{probation.drafter} was loaded by hand ({probation.member}): {then}"
             self._event(probation.hour, "told", drafter=probation.drafter, why=why)
 
     def clock_moved(self, by: float) -> None:

@@ -130,6 +130,20 @@ class TestTraffic:
         one.tick(NOW + DAY_S + 900)
         assert events(one) == ["told", "kept"] and "mine" in server.members
 
+    @pytest.mark.slow
+    def test_what_somebody_loaded_goes_where_the_server_is_not_well(self, tmp_path: Path, server: FakeServer) -> None:
+        """The help of --unproven said that it always stays; the log says from the start that it may not."""
+        traffic(tmp_path)
+        one = watcher(tmp_path, server, Played(), policy=SeasonalPolicy(), unproven="keep")
+        one.tick(NOW)
+        server.members["mine"] = "runs/mine"
+        one.tick(NOW + 60)
+        assert "taken back if the server gets worse" in why(one)
+        server.is_well = False
+        one.tick(NOW + 120)
+        assert events(one) == ["told", "rolled back"] and server.members == {"general": "default"}
+        assert why(one) == "the server is not well"
+
     def test_the_longest_is_not_the_shorter(self) -> None:
         with pytest.raises(ConfigError, match="most_probation_hours"):
             WatchConfig(probation_minutes=120.0, most_probation_hours=1.0)
