@@ -198,6 +198,23 @@ def test_times_do_not_depend_on_when_tokens_come(delays: list[float]) -> None:
     )
 
 
+def test_an_end_that_is_known_late_is_padded_too() -> None:
+    """The last event had left before the stream was over, and the number of frames showed the answer's length."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b"data: 1\n\n"
+        await asyncio.sleep(1.6)
+
+    async def read() -> list[bytes]:
+        return [frame async for frame in paced(pieces(), 64, 0.25)]
+
+    loop = Jumping()
+    shown = loop.run_until_complete(read())
+    loop.close()
+    assert len(shown) == MULTIPLE and b"".join(shown).count(b"data: 1\n\n") == 5
+
+
 def test_a_reader_that_was_slow_gets_no_burst() -> None:
     async def read() -> list[float]:
         loop, times = asyncio.get_running_loop(), []

@@ -84,7 +84,8 @@ async def paced(pieces: AsyncIterator[bytes], size: int, interval_s: float) -> A
     the encoded events of one token each; b"" for a token without text.
 
     - If no piece is ready when a frame is due, the frame contains only padding.
-    - Frames of padding before the last piece make the number of frames a multiple of `MULTIPLE`.
+    - The total number of frames is a multiple of `MULTIPLE`. To reach it, frames of padding are sent before the last
+      piece, or after it if it was sent before the end of `pieces` was known.
     - If a slow client delays a frame, later frames are not sent faster to catch up.
     """
     ready, sending = deque([frames(await anext(pieces), size)]), list[bytes]()
@@ -97,13 +98,13 @@ async def paced(pieces: AsyncIterator[bytes], size: int, interval_s: float) -> A
 
     filling, due = asyncio.create_task(fill()), loop.time()
     try:
-        while ready or sending or not filling.done():
+        while ready or sending or number % MULTIPLE or not filling.done():
             is_early = filling.done() and len(ready) == 1 and (number + len(ready[0])) % MULTIPLE
             if ready and not sending and not is_early:  # no frame may come between two of one event
                 sending = ready.popleft()
             yield sending.pop(0) if sending else cover
             number, due = number + 1, max(due + interval_s, loop.time())
-            if ready or sending or not filling.done():
+            if ready or sending or number % MULTIPLE or not filling.done():
                 await asyncio.sleep(due - loop.time())
         await filling
     finally:
