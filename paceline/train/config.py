@@ -273,7 +273,7 @@ class LoopConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape(Checked):
-    """Architecture of a new drafter; sizes that are not given are the target's."""
+    """Architecture of a new drafter; sizes that are not given are the target's; with --init they must be its own."""
 
     num_layers: Count = 3
     """Number of draft layers."""

@@ -44,11 +44,13 @@ def write_run_file(config: TrainConfig) -> Path:
 
 
 def as_tree(config: TrainConfig) -> dict[str, Any]:
-    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types. With
-    `config.init`, `shape.block_size` is included only if the user gave it: the drafter in `init` keeps its own."""
+    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types. If
+    `config.init` is set, `shape.block_size` and `shape.num_layers` are included only if the user gave them: the drafter
+    in `init` keeps its own."""
     tree = _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
-    if config.init is not None and not config.is_given("shape.block_size"):
-        del tree["shape"]["block_size"]
+    for name in ("block_size", "num_layers") if config.init is not None else ():
+        if not config.is_given(f"shape.{name}"):
+            del tree["shape"][name]
     return tree
 
 

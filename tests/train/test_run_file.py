@@ -49,6 +49,7 @@ def test_a_continued_drafter_keeps_its_block_size_when_the_file_is_run_again(tmp
     config = with_value(with_value(whole(tmp_path), "init", "some/drafter"), "given", ("init",))
     again = config_of(read_run_file(write_run_file(config)))
     assert again.init == "some/drafter" and not again.is_given("shape.block_size")
+    assert not again.is_given("shape.num_layers"), "other sizes than the drafter's are refused"
     config = with_value(config, "given", ("init", "shape.block_size"))
     assert config_of(read_run_file(write_run_file(config))).is_given("shape.block_size"), "8 as an option"
 

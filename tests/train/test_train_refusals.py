@@ -25,8 +25,9 @@ from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import Stop
 from paceline.train import run as train_run
 from paceline.train.answers.mixture import check_begun
-from paceline.train.config import TrainConfig
+from paceline.train.config import DrafterShape, TrainConfig
 from paceline.train.documents.dataset import read_corpus
+from paceline.train.methods.kinds import check_drafter
 from paceline.train.tiny import write_tiny_target
 
 
@@ -92,21 +93,40 @@ def test_bad_options_are_refused_before_anything_is_loaded(
         (("--heads", "3", "--kv-heads", "2"), "3 query heads over 2 key heads do not divide evenly"),
         (("--init", "dflash"), "--init .*dflash: hidden size: the drafter says 32, the target has 64"),
         (("--init", "eagle3", "--drafter-kind", "eagle3"), "--init .*eagle3: hidden size: the drafter says 32, the"),
+        (("--init", "fits", "--layers", "2"), "--layers is 2, but 1 in the drafter of --init fits: leave --layers out"),
+        (("--init", "fits", "--taps", "2"), "--taps is 2, but 1 in"),
+        (("--init", "fits", "--mask-token", "7"), "--mask-token is 7, but 259 in"),
+        (("--init", "chains", "--drafter-kind", "eagle3", "--draft-vocab", "9"), "--draft-vocab is 9, but 260 in"),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_refused_before_prompts_are_answered(
     words: tuple[str, ...], message: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All prompts were answered first, and the message blamed a drafter that nobody had given."""
+    """All prompts were answered first, and the message blamed a drafter that nobody had given. Sizes that the drafter
+    of --init does not have were read past."""
     target = write_tiny_target(tmp_path / "target")
-    dflash = DFlashConfig.from_json(new_config(32, 260, 6, num_layers=1, head_dim=16))
-    DFlashDrafter(DFlashNetwork.random(dflash)).save(tmp_path / "dflash")
-    eagle = Eagle3Config.from_json(eagle3.new_config(32, 260, 6, draft_vocab_size=260, head_dim=16))
-    Eagle3Drafter(Eagle3Network.random(eagle)).save(tmp_path / "eagle3")
+    for width, names in ((32, ("dflash", "eagle3")), (64, ("fits", "chains"))):
+        dflash = DFlashConfig.from_json(new_config(width, 260, 6, num_layers=1, head_dim=16))
+        DFlashDrafter(DFlashNetwork.random(dflash)).save(tmp_path / names[0])
+        eagle = Eagle3Config.from_json(eagle3.new_config(width, 260, 6, draft_vocab_size=260, head_dim=16))
+        Eagle3Drafter(Eagle3Network.random(eagle)).save(tmp_path / names[1])
     monkeypatch.setattr("paceline.train.run.regenerate", lambda *args: pytest.fail("prompts are answered"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DrafterMismatchError), match=message):
         paceline("train", "--target", target, "--out", tmp_path / "run", *words, *more)
+
+
+def test_sizes_that_the_drafter_of_init_has_may_be_given(tmp_path: Path) -> None:
+    target = write_tiny_target(tmp_path / "target")
+    config = DFlashConfig.from_json(new_config(64, 260, 6, num_layers=1, head_dim=16))
+    DFlashDrafter(DFlashNetwork.random(config)).save(tmp_path / "fits")
+    layers = config.shape
+    shape = DrafterShape(
+        num_layers=1, intermediate_size=layers.intermediate_size, num_heads=layers.num_heads, num_kv_heads=1,
+        num_taps=1, tap_layers=config.target_layer_ids, mask_token_id=259, is_causal=False, attention_bias=False,
+        block_size=16, sliding_window=32, draft_vocab=9,
+    )  # fmt: skip
+    check_drafter(TrainConfig(target=EngineConfig(str(target)), init=str(tmp_path / "fits"), shape=shape))
 
 
 @pytest.mark.parametrize(

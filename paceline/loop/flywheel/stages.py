@@ -211,6 +211,9 @@ def drafter(turn: Turn) -> StageResult:
         return {"drafter": NO_DRAFTER}
     init = None if turn.serving.drafter == NO_DRAFTER else turn.serving.drafter
     config = _training(turn, "drafter", turn.serving.model)
+    if init:  # it keeps its sizes: those of `drafter.shape` are of new drafters
+        names = (each for each in config.given or () if not each.startswith("shape.") or each == "shape.block_size")
+        config = replace(config, given=tuple(names))
     trained = train(replace(config, init=init, answers=(turn.store.path / "train",)), progress=turn.progress)
     return _tried(turn, "drafter", turn.serving.model, trained.drafter, base="model", parents=[init] if init else [])
 

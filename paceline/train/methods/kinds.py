@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashNetwork
-from paceline.draft.eagle3.checkpoint import read_eagle3
+from paceline.draft.eagle3.checkpoint import Eagle3Config, read_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Network
 from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError, refuse
@@ -73,10 +73,10 @@ class InitialDrafter:
 
 
 def check_drafter(config: TrainConfig) -> None:
-    """Checks, before prompts are answered, that the run's drafter fits the target's sizes. Does nothing with --scale
-    tiny, or if these sizes cannot be read without the target's weights. Raises ConfigError if a setting of a new
-    drafter does not fit, DrafterMismatchError if the drafter in `config.init` belongs to another target, and the errors
-    of reading that drafter."""
+    """Checks, before prompts are answered, that the run's drafter fits the target's sizes. Raises ConfigError if a
+    setting of a new drafter does not fit, or if the drafter in `config.init` has other sizes than the user gave;
+    DrafterMismatchError if it belongs to another target; and the errors of reading it. Does nothing with --scale tiny,
+    or if the target's sizes cannot be read without its weights."""
     if config.scale != "default":
         return
     init = init_folder(config.init, config.target.model)
@@ -91,11 +91,27 @@ def check_drafter(config: TrainConfig) -> None:
         elif config.shape.kind == "mtp":
             mtp_for(sizes, config)
         elif config.shape.kind == "eagle3":
-            eagle3_for(sizes, config.shape, init, torch.empty(0), config.loop.seed)
+            _check_kept(config, eagle3_for(sizes, config.shape, init, torch.empty(0), config.loop.seed)[1].config)
         else:
-            network_for(sizes, config.target.model, config.shape, init, config.loop.seed)
+            _check_kept(config, network_for(sizes, config.target.model, config.shape, init, config.loop.seed)[1].config)
     except DrafterMismatchError as error:
         raise DrafterMismatchError(f"--init {config.init}: {error}") from error
+
+
+def _check_kept(config: TrainConfig, stored: DFlashConfig | Eagle3Config) -> None:
+    """Raises ConfigError if the user gave a size that the drafter in `config.init`, whose config is `stored`, does not
+    have."""
+    own = {name: getattr(stored.shape, name) for name in ("num_layers", "intermediate_size", "num_heads")}
+    own |= {"num_kv_heads": stored.shape.num_kv_heads, "attention_bias": stored.shape.qkv_bias}
+    if isinstance(stored, DFlashConfig):
+        own |= {"num_taps": len(stored.target_layer_ids), "tap_layers": stored.target_layer_ids}
+        own |= {"mask_token_id": stored.mask_token_id, "is_causal": all(stored.is_causal)}
+    else:
+        own |= {"tap_layers": stored.tap_layers, "draft_vocab": stored.draft_vocab_size}
+    for name, value in own.items():
+        if (given := getattr(config.shape, name)) not in (None, value) and config.is_given(f"shape.{name}"):
+            drafter = f"the drafter of --init {config.init}"
+            raise ConfigError(f"{name} is {given}, but {value} in {drafter}: leave {name} out")
 
 
 def _check_new(shape: DrafterShape, target: TargetFacts) -> None:

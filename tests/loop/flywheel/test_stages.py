@@ -78,6 +78,22 @@ def test_answers_have_the_room_that_the_model_leaves(tmp_path: Path, model: Path
     assert result["max_tokens"] == 128 - result["longest_prompt"] < result["longest_answer"] + 32
 
 
+def test_a_served_drafter_keeps_its_sizes(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`drafter.shape` is of the student's drafter, too: for this one its sizes count as not given."""
+    configs: list[Any] = []
+    trained = SimpleNamespace(drafter=tmp_path)
+    monkeypatch.setattr(stages, "train", lambda config, progress: configs.append(config) or trained)
+    monkeypatch.setattr(stages, "_tried", lambda *_, **more: {})
+    kept = Store.create(tmp_path / "kept", str(model), SplitConfig(evals_share=0.3))
+    names = ("drafter.shape.num_layers", "drafter.shape.block_size", "drafter.loop.max_steps", "gates")
+    turn = open_turn(FlywheelConfig(str(model), (kept.path,), out=tmp_path / "wheel", given=names), SILENT)
+    turn.state.stages["store"] = {"store": str(kept.path), "max_tokens": 9, "longest_prompt": 9}
+    stages.drafter(turn)
+    stages.drafter(replace(turn, serving=replace(turn.serving, drafter="served")))
+    assert configs[0].given == ("shape.num_layers", "shape.block_size", "loop.max_steps") and configs[0].init is None
+    assert configs[1].given == ("shape.block_size", "loop.max_steps") and configs[1].init == "served"
+
+
 def test_a_dry_run_over_a_store_and_over_prompts(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[Any] = []
     figures = {
