@@ -85,8 +85,8 @@ class TeachingConfig:
     """Longest prompt plus answer, in tokens; longer answers are truncated."""
     heldout_share: Share = 0.05
     """Share of the prompts held out of training to measure the student."""
-    max_heldout: Count = 64
-    """Maximum number of held-out prompts."""
+    max_heldout: Annotated[int, at_least(6)] = 64
+    """Maximum number of held-out prompts; at least 6, as fewer may all agree by chance."""
     autocast: bool = True
     """Multiply in bfloat16; weights and optimiser state stay float32."""
     checkpoint_minutes: Positive = 5.0

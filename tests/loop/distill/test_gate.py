@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from small_llm import EOS, Parrot, fake_llm
 
-from paceline.loop.distill.config import GateConfig
+from paceline.errors import ConfigError
+from paceline.loop.distill.config import GateConfig, TeachingConfig
 from paceline.loop.distill.gate import GateInputs, agreement, answers, few_a_prompt, json_object, same_fields
 from paceline.loop.distill.reading import AnswerLogprobs
 from paceline.report.tables import Progress
@@ -66,6 +67,13 @@ def test_answers_of_one_prompt_count_as_one_prompt() -> None:
     inputs = GateInputs(fake_llm(), documents, teacher, [right] * 47 + [wrong] * 3, start, Progress())
     finding = agreement(GateConfig(least_agreement=0.8), inputs)
     assert finding.figures["num_prompts"] == 10 and not finding.passed, "few prompts: the interval is wide"
+
+
+def test_one_held_out_prompt_decides_nothing() -> None:
+    """With one there is no interval, and its share decided; a few may all agree by chance."""
+    with pytest.raises(ConfigError, match="max_heldout must be at least 6"):
+        TeachingConfig(max_heldout=1)
+    assert TeachingConfig(max_heldout=6).max_heldout == 6
 
 
 def answers_of(answer: str, expected: str) -> tuple[bool, str, dict]:
