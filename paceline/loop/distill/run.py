@@ -67,7 +67,7 @@ class DistillResult:
 
 def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> DistillResult:
     """Runs or resumes the distillation in the folder `config.out`; implements `paceline.loop.distill.distill`."""
-    if not config.answers and not config.prompting.prompts:
+    if not (config.answers or config.prompting.prompts or config.prompting.self_written):
         raise ConfigError(
             "a student learns from its teacher's answers: give --answers FOLDER, or --prompts FILE to be answered"
         )
@@ -121,7 +121,7 @@ class _Stages:
 
     def _answers(self) -> list[Path]:
         config = self.config
-        if not config.prompting.prompts:
+        if not (config.prompting.prompts or config.prompting.self_written):
             return [*config.answers]
         out = config.out / "regenerate"
         regenerate(RegenerateConfig(out, config.teacher, config.prompting, config.answering), self.progress)

@@ -101,7 +101,7 @@ class _Search:
 
     def _answers(self) -> list[Path]:
         config, began = self.config, time.monotonic()
-        if not config.prompting.prompts and config.answers:
+        if config.answers and not (config.prompting.prompts or config.prompting.self_written):
             return list(config.answers)
         settings = RegenerateConfig(config.out / "regenerate", config.target, config.prompting, config.answering)
         answers = regenerate(settings, self.progress).answers

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from ray_runs import Seen, ended
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import ConfigError, PromptError, TrainingError
+from paceline.loop.distill import run as distill_run
+from paceline.loop.distill.config import DistillConfig
 from paceline.loop.search import run as search_run
 from paceline.loop.search import search
 from paceline.loop.search.config import SearchConfig
@@ -21,8 +24,9 @@ from paceline.loop.search.rating import Rated
 from paceline.loop.search.run import verdict
 from paceline.loop.search.space import SOURCES, Space
 from paceline.loop.search.trials import Measured, Trials, winner_of
-from paceline.report.tables import Progress
+from paceline.report.tables import Progress, ignore
 from paceline.runs.folder import RunFolder
+from paceline.runs.stopping import Stop
 from paceline.train import run as train_run
 from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
 from paceline.train.features.hidden_states import OnlineFeatures
@@ -166,6 +170,18 @@ def test_run_yaml_has_the_sources_of_the_winner_and_held_out_prompts(
     again = search_run._Search(config, Progress())._again(trial)
     assert again.answers == tuple(map(Path, answers)) and again.prompting.prompts == tuple(prompts)
     assert again.heldout_share == TrainConfig().heldout_share and again.loop == trial.loop
+
+
+def test_prompts_of_the_target_are_answered_next_to_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were ignored there; `train` uses both."""
+    monkeypatch.setattr(search_run, "regenerate", lambda settings, progress: SimpleNamespace(answers=settings.out))
+    config = SearchConfig(out=tmp_path / "run", answers=(Path("a"),), prompting=PromptsConfig(self_written=5))
+    assert search_run._Search(config, Progress())._answers() == [Path("a"), tmp_path / "run" / "regenerate"]
+    teacher = EngineConfig(str(tmp_path))
+    config = DistillConfig(tmp_path / "distil", teacher, answers=(Path("a"),), prompting=config.prompting)
+    monkeypatch.setattr(distill_run, "regenerate", search_run.regenerate)
+    stages = distill_run._Stages(config, (), Progress(), Stop(ignore), None)
+    assert stages._answers() == [Path("a"), tmp_path / "distil" / "regenerate" / "answers"]
 
 
 def test_verdicts() -> None:
