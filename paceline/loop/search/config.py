@@ -44,8 +44,8 @@ class SearchConfig(Checked):
 
     @property
     def rung_minutes(self) -> list[float]:
-        """Minutes of training after which a trial (one training) is measured, ascending. The last number is its full
-        length; at the others, it is stopped if its drafter is slower than those of other trials (successive
-        halving)."""
+        """Minutes of training after which a trial (one training) is measured, ascending. The last number is the full
+        length of a trial. At each of the others, the trial is stopped if its drafter is slow compared with those of
+        other trials (successive halving). Trial 0, the planner's choice, is never stopped early."""
         longest = self.trial_minutes or self.minutes / 10
         return [longest / self.reduction ** (self.rungs - 1 - rung) for rung in range(self.rungs)]
