@@ -189,4 +189,4 @@ def test_the_gate_judges_by_the_requests_of_a_tag(traces: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match=KNOWN):
         paceline(*words, "--tag", "other")
     with pytest.raises(ConfigError, match="--tag and --cluster both choose requests"):
-        CandidateConfig(cluster="tickets", tags=("acme",))
+        CandidateConfig(clusters=("tickets",), tags=("acme",))

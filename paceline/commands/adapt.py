@@ -80,14 +80,15 @@ def adapt_gate(
     drafter: Annotated[Path, typer.Argument(help="Folder of the new drafter.")],
     engine: Target,
     store: Annotated[StoreConfig, Only("traces")],
-    config: Annotated[CandidateConfig, Changed(tags=Opt("--tag"))],
+    config: Annotated[CandidateConfig, Changed(clusters=Opt("--cluster"), tags=Opt("--tag"))],
     as_json: Json = False,
 ) -> None:
     """Judge whether a drafter may replace the serving one.
 
     Compares the acceptance and speed of both drafters on stored requests. The new drafter must be faster on one class
-    of similar requests (--cluster), and must not lose too much on all other requests. If it fails only on those others,
-    a blend of both drafters' weights is judged, too. Exit status 0: passed, 3: not passed, 2: an error.
+    of similar requests (--cluster), or on several together, and must not lose too much on one of several or on all
+    other requests. If it only loses too much there, a blend of both drafters' weights is judged, too. Exit status 0:
+    passed, 3: not passed, 2: an error.
 
     Examples:
       paceline adapt gate runs/mine/drafter --traces traces \\
@@ -148,7 +149,7 @@ def adapt_watch(
     store: StoreConfig,
     policy: PolicyConfig,
     prices: PriceConfig,
-    candidate: Annotated[CandidateConfig, Without("cluster", "tags", "tracked", "since", "held_out_only")],
+    candidate: Annotated[CandidateConfig, Without("clusters", "tags", "tracked", "since", "held_out_only")],
     retrain: RetrainConfig,
     deploy: Annotated[DeployConfig, SERVERS],
     watch: Annotated[WatchConfig, Changed(every_s=Opt("--every"))],

@@ -27,7 +27,7 @@ def mcp(
     store: Annotated[StoreConfig, Changed(state=Opt(default="runs/mcp"))],
     policy: PolicyConfig,
     prices: PriceConfig,
-    candidate: Annotated[CandidateConfig, Without("cluster", "tags", "tracked", "since", "held_out_only")],
+    candidate: Annotated[CandidateConfig, Without("clusters", "tags", "tracked", "since", "held_out_only")],
     retrain: Annotated[RetrainConfig, Without("train_command", "train_units", "train_hours_budget")],
     deploy: Annotated[DeployConfig, Only("servers", "admin_key", "patience_s"), SERVER],
     as_json: Json = False,

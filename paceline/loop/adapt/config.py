@@ -103,8 +103,9 @@ class CandidateConfig:
 
     incumbent: str = "default"
     """Drafter that serves now: a folder, default, or a hub id."""
-    cluster: str | None = None
-    """Cluster whose acceptance fell [default: the one with the most traffic]."""
+    clusters: tuple[str, ...] = ()
+    """Cluster whose acceptance fell; of several, the candidate must gain on all together, and lose on none [default:
+    the one with the most traffic]."""
     tags: tuple[str, ...] = ()
     """Judge by all requests with this tag (x-paceline-tag) and no others, as for a drafter that serves only them."""
     tracked: tuple[str, ...] = ()
@@ -135,7 +136,7 @@ class CandidateConfig:
         refuse(
             ConfigError,
             (not self.shares, "give at least one share: 1 is the candidate as it is"),
-            (bool(self.tags) and self.cluster is not None, "--tag and --cluster both choose requests: leave one out"),
+            (bool(self.tags) and bool(self.clusters), "--tag and --cluster both choose requests: leave one out"),
             (self.temperature is not None and not 0 <= self.temperature <= 2, "temperature must be between 0 and 2"),
         )
 

@@ -27,6 +27,7 @@ from paceline.loop.adapt.config import CandidateConfig
 from paceline.loop.adapt.gate import examine as module
 from paceline.loop.adapt.gate.examine import TURNS, alike, draft_seconds, examine, is_held_out, usual_settings
 from paceline.loop.adapt.gate.gate import Gain, Verdict
+from paceline.loop.adapt.traffic.stored import read_requests
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def judged(candidate: Path | str, model: Path, traces: Path, **changes: Any) -> Verdict:
     engine = EngineConfig(str(model), device="cpu", dtype="float32", threads=1)
-    settings = {"incumbent": "none", "cluster": "tickets"} | changes
+    settings = {"incumbent": "none", "clusters": ("tickets",)} | changes
     return examine(Path(candidate), engine, traces, CandidateConfig(**settings))
 
 
@@ -97,9 +98,22 @@ def test_few_requests(model: Path, traces: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LLM, "of", raising(AssertionError("a model was loaded")))
     assert "too few" in judged("ngram", model, traces, least_requests=61).reason
     with pytest.raises(ConfigError, match="no requests of cluster 'other'"):
-        judged("ngram", model, traces, cluster="other")
+        judged("ngram", model, traces, clusters=("other",))
     with pytest.raises(ConfigError, match="nothing|no requests"):
         judged("ngram", model, traces, since=HOUR + 1)
+
+
+def test_several_that_fell_are_judged_together_and_each(traces: Path) -> None:
+    """The first alone decided: a candidate that won there could lose on the others that fell."""
+    requests, _ = read_requests(traces, usual={"temperature": 0.0})
+    both = CandidateConfig(clusters=("tickets", "chat"))
+    sizes = {name: len(chosen) for name, chosen in module._sets(requests, both).items()}
+    assert sizes == {"drifted": 90, "cluster chat": 30, "cluster tickets": 60}
+    one = replace(both, clusters=("tickets", "gone"), held_out_only=True)
+    assert set(module._sets(requests, one)) == {"drifted", "cluster chat"}
+    for wrong in (replace(one, held_out_only=False), replace(one, clusters=("gone",))):
+        with pytest.raises(ConfigError, match="no requests of cluster 'gone'"):
+            module._sets(requests, wrong)
 
 
 def test_held_out_prompts_are_a_quarter() -> None:

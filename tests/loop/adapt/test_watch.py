@@ -225,6 +225,15 @@ def test_traffic_beyond_the_tracked_clusters_is_trained_and_judged_together(tmp_
     assert [gate[at + 1] for at, word in enumerate(gate) if word == "--tracked"] == ["tag0", "tag1"]
 
 
+def test_all_clusters_that_fell_are_named_to_the_gate(tmp_path: Path) -> None:
+    rows = [keyed(each, answer_ids=[3, 4, each], tag=f"tag{each % 2}") for each in range(160)]
+    store(tmp_path / "traces", rows)
+    policy, jobs = Deciding(Decision("retrain", ("tag0", "tag1"))), Played((0, ""), (0, PASSED))
+    ticked(watcher(tmp_path, None, jobs, policy=policy), 0, 3)
+    gate = jobs.commands[1]
+    assert [gate[at + 1] for at, word in enumerate(gate) if word == "--cluster"] == ["tag0", "tag1"]
+
+
 def test_a_dry_run_and_no_server_only_say(tmp_path: Path, server: FakeServer) -> None:
     traffic(tmp_path)
     one = watcher(tmp_path, server, Played(), dry_run=True)

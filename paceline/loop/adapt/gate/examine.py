@@ -6,9 +6,9 @@ requests, and compares them.
 A faulty candidate (half-written, for another target, non-finite weights) gives a refusal with a reason, not an error.
 Wrong options of the gate raise an error.
 
-A candidate may win on the cluster (group of similar requests) whose acceptance fell, but lose too much on other
-traffic. Then blends of its weights with the incumbent's (`draft/formats/blend.py`) are written next to it and judged;
-the first that passes gives the verdict."""
+A candidate may win on the clusters (groups of similar requests) whose acceptance fell, but lose too much on one of
+several such clusters or on other traffic. Then blends of its weights with the incumbent's (`draft/formats/blend.py`)
+are written next to it and judged; the first that passes gives the verdict."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def examine(
     """Compares the drafter in the folder `candidate` with the incumbent (the drafter that serves now) on the requests
     in the folder `traces`. The verdict says whether the candidate may replace the incumbent, and why.
 
-    To pass, the candidate must be faster on the cluster whose acceptance fell. If it loses too much on other requests,
-    blends of the two drafters (averages of their weights) are written next to it and judged instead; `config.shares`
-    lists the candidate's share in each blend. Raises ConfigError if `traces` has no usable requests, and the errors of
-    loading the target `engine.model`."""
+    To pass, the candidate must be faster on the clusters whose acceptance fell, together. If it loses too much on one
+    of several such clusters or on other requests, blends of the two drafters (averages of their weights) are written
+    next to it and judged instead; `config.shares` lists the candidate's share in each blend. Raises ConfigError if
+    `traces` has no usable requests, and the errors of loading the target `engine.model`."""
     usual, source = usual_settings(engine.model, config.temperature)
     requests, left_out = read_requests(
         traces, since=config.since, usual=usual, tags=config.tags, tracked=config.tracked
@@ -182,17 +182,19 @@ def read_candidate(folder: Path, llm: LLM) -> Drafter | str:
 
 
 def _sets(requests: Sequence[Request], config: CandidateConfig) -> dict[str, list[Request]]:
-    """Splits requests into sets: "drifted", one per other cluster, and "ood". With tags, all requests are
-    "drifted"."""
+    """Splits requests into sets: "drifted", one per other cluster, and "ood". With tags, all requests are "drifted". If
+    acceptance fell in several clusters, each is also a set of its own, on which a candidate must not lose."""
     by_cluster: dict[str, list[Request]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.cluster):
         by_cluster["tagged" if config.tags else request.cluster].append(request)
-    cluster = config.cluster or max(
-        by_cluster, key=lambda name: sum(len(request.answer_ids) for request in by_cluster[name])
-    )
-    if cluster not in by_cluster:
-        raise ConfigError(f"there are no requests of cluster {cluster!r}: there are {', '.join(by_cluster)}")
-    sets = {"drifted": one_a_prompt(by_cluster.pop(cluster), config.requests)}
+    most = max(by_cluster, key=lambda name: sum(len(request.answer_ids) for request in by_cluster[name]))
+    fell = [name for name in config.clusters or (most,) if name in by_cluster]
+    missing = set(config.clusters) - set(fell)
+    if missing and not (fell and config.held_out_only):  # one of several may have no held-out prompt
+        raise ConfigError(f"there are no requests of cluster {min(missing)!r}: there are {', '.join(by_cluster)}")
+    sets = {"drifted": one_a_prompt([each for name in fell for each in by_cluster[name]], config.requests)}
+    if len(fell) == 1:
+        del by_cluster[fell[0]]
     for name, of_cluster in by_cluster.items():
         if chosen := one_a_prompt(of_cluster, config.requests):
             sets[f"cluster {name}"] = chosen

@@ -6,11 +6,11 @@ same stored requests (`score.py`).
 
 tokens/s = tokens / (rounds x time of a round), at the number of drafts per round that gives the highest rate. The
 confidence interval of the gain is a paired bootstrap over requests (Efron and Tibshirani, chapter 16). It must be above
-zero on the cluster (group of similar requests) whose acceptance fell. A loss of 2% or more on another cluster, or on
-out-of-domain answers, refuses the candidate if it is more than chance: if its interval, at a level at which those of
-all sets hold together at 95% (Bonferroni), is below zero. This assumes independent requests, and enough of them for a
-bootstrap. Each prompt counts once, and repetitive answers do not count, so that one repeating client does not
-decide."""
+zero on the clusters (groups of similar requests) whose acceptance fell, together. A loss of 2% or more on one of
+several such clusters, on another cluster or on out-of-domain answers refuses the candidate if it is more than chance:
+if its interval, at a level at which those of all sets hold together at 95% (Bonferroni), is below zero. This assumes
+independent requests, and enough of them for a bootstrap. Each prompt counts once, and repetitive answers do not count,
+so that one repeating client does not decide."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Gain:
     """Relative gain of the candidate's tokens/s over the incumbent's on one set of requests (0.1: 10% faster). `low`
     and `high` are the ends of its confidence interval.
 
-    For the cluster whose acceptance fell, this is a 95% interval. All other request sets are tested together: each has
-    a wider interval, so that with 95% probability every one of them contains the true gain."""
+    For the clusters whose acceptance fell, together, this is a 95% interval. All other request sets are tested
+    together: each has a wider interval, so that with 95% probability every one of them contains the true gain."""
 
     requests: int
     incumbent: float
@@ -72,8 +72,8 @@ class Gain:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Result of the gate, which compares a candidate with the drafter that serves now: whether the candidate passed,
-    why, and its gains. `gains`: request set -> gain; the sets are "drifted" (the cluster whose acceptance fell),
-    "cluster NAME" for each other cluster, and "ood" (out of domain)."""
+    why, and its gains. `gains`: request set -> gain; the sets are "drifted" (the clusters whose acceptance
+    fell), "cluster NAME" for each other cluster and each of several that fell, and "ood" (out of domain)."""
 
     passed: bool
     reason: str
@@ -109,8 +109,9 @@ def judge(
     config: CandidateConfig | None = None,
 ) -> Verdict:
     """Decides by the limits in `config` whether the candidate may replace the incumbent. `drifted`: rounds with both
-    drafters on the cluster whose acceptance fell; `elsewhere`: cluster name -> rounds on each other cluster; `ood`:
-    rounds on out-of-domain answers; `times`: seconds of one round with each drafter.
+    drafters on the clusters whose acceptance fell; `elsewhere`: cluster name -> rounds on each other cluster, and on
+    each of several that fell; `ood`: rounds on out-of-domain answers; `times`: seconds of one round with each
+    drafter.
 
     If `drifted` has fewer than `config.least_requests` requests, the verdict is that the candidate could not be judged.
     Other sets with fewer requests are left out."""

@@ -121,9 +121,9 @@ def command_of(
         window, rate = Path(stage.window["folder"]), rates[min(stage.at, len(rates) - 1)]
         num_drafts = vocabulary_of(Path(stage.incumbent)) if same_shapes else None
         return train_command(window, drafter.parent, stage.incumbent, rate, engine, retrain, num_drafts)
-    cluster = None if stage.clusters[0] == ALL else stage.clusters[0]
+    clusters = None if ALL in stage.clusters else stage.clusters
     options: dict[str, Any] = {"--traces": store.traces, "--model": engine.model, "--dtype": engine.dtype}
-    options |= {"--device": engine.device, "--incumbent": stage.incumbent, "--cluster": cluster}
+    options |= {"--device": engine.device, "--incumbent": stage.incumbent, "--cluster": clusters}
     options |= {"--tracked": stage.window.get("tracked"), "--since": stage.window["since"]}
     options |= {"--requests": candidate.requests, "--held-out-only": True}
     options |= {"--least-requests": candidate.least_requests, "--temperature": candidate.temperature}
