@@ -30,7 +30,7 @@ CHART = Changed(
     columns_png=Opt(metavar="FILE"),
 )
 COSTS = ("hardware", "gpus", "precision", "drafter_cost", "block", "table", "calibration", "overhead_ms", "plain_rate")
-
+REPEAT = 3
 NO_OPTIONS = Without("max_batch", "mocked_survival", "mocked_marginals", "prefill_chunk", "kv_memory", "rule")
 """Engine settings that are not options of `compare`."""
 
@@ -45,7 +45,7 @@ def compare(
     ] = None,
     repeat: Annotated[
         int, typer.Option(help="Answers without and with drafts, in turns; keeps the median time of each.")
-    ] = 3,
+    ] = REPEAT,
     raw: Raw = False,
     system: System = None,
     out: Annotated[
@@ -80,14 +80,17 @@ def compare(
       paceline compare --simulate --model Qwen3-8B --hardware H100 \\
         --block 16 --acceptance 0.85 --columns columns.svg
     """
+    if simulate or recorded is not None:
+        given: dict[str, object | None] = {"the prompt": prompt, "--system": system, "--raw": raw or None}
+        given |= {"--repeat": None if repeat == REPEAT else repeat}
+        given |= {"--from": recorded, "--svg-speed": svg_speed} if simulate else {}
+        _refuse_answering("--simulate" if simulate else "--from", engine, sampling, given)
     if simulate:
-        if raw or any(each is not None for each in (prompt, recorded, svg_speed, system)):
-            raise ConfigError("--simulate answers nothing: leave the prompt, --raw, --system, --from, --svg-speed out")
         return _simulated(engine, costs, chart, out, svg)
     _refuse_predicting(chart, costs)
     _check_values(svg_speed, repeat)
     if recorded is not None:
-        return _drawn_again(recorded, prompt, out, svg, svg_speed)
+        return _drawn_again(recorded, out, svg, svg_speed)
     check_folder(out or Path())
     check_own(out, "compare")
     text = prompt_of(prompt, "paceline compare")
@@ -108,6 +111,20 @@ def compare(
     return _draw(run, timing, svg, svg_speed)
 
 
+def _refuse_answering(
+    by: str, engine: EngineConfig, sampling: SamplingParams, others: dict[str, object | None]
+) -> None:
+    """Raises ConfigError if an option was given that has no effect with `by`, which answers nothing: one of the engine
+    (--simulate uses the model), of sampling, or one that is not None in `others`."""
+    engine = engine if by == "--from" else replace(engine, model=EngineConfig().model)
+    given = [name for name, value in others.items() if value is not None]
+    for config in (engine, sampling):
+        names = [each.name for each in fields(config) if getattr(config, each.name) != each.default]
+        given += [name if "_" in name else f"--{name}" for name in names]  # `options` makes options of the former
+    if given:
+        raise ConfigError(f"{by} answers nothing: leave {', '.join(given)} out")
+
+
 def _check_values(svg_speed: float | None, repeat: int) -> None:
     """Raises ConfigError for a value out of range."""
     if svg_speed is not None and not 0.05 <= svg_speed <= 20:
@@ -123,12 +140,8 @@ def _refuse_predicting(chart: ChartConfig, costs: CostsConfig) -> None:
         raise ConfigError(f"--{', --'.join(names).replace('_', '-')} go with --simulate")
 
 
-def _drawn_again(
-    recorded: Path, prompt: str | None, out: Path | None, svg: Path | None, svg_speed: float | None
-) -> dict[str, Any]:
+def _drawn_again(recorded: Path, out: Path | None, svg: Path | None, svg_speed: float | None) -> dict[str, Any]:
     """Draw the page and picture of an earlier run."""
-    if prompt is not None:
-        raise ConfigError("--from draws what was recorded: leave the prompt out")
     if out is not None:
         check_folder(out)
     from paceline.bench.pages.timing import read_timing

@@ -114,8 +114,11 @@ def test_the_command(runs: list[Path], tmp_path: Path) -> None:
     ("words", "remedy"),
     [
         (["--simulate", "a prompt"], "leave the prompt"),
-        (["--simulate", "--raw"], "leave the prompt, --raw"),
-        (["--simulate", "--system", "Be brief."], "leave the prompt, --raw, --system"),
+        (["--simulate", "--raw"], "leave --raw out"),
+        (["--simulate", "--system", "Be brief.", "--repeat", "2"], "leave --system, --repeat out"),
+        (["--simulate", "--max-tokens", "9", "--temperature", "1"], "leave --temperature, --max-tokens out"),
+        (["--simulate", "--model", "Qwen3-8B", "--drafter", "ngram", "--mock", "2"], "leave --drafter, --mock out"),
+        (["--simulate", "--from", "runs/x"], "leave --from out"),
         (["--simulate", "--acceptance", "0.9"], "--acceptance: only with --columns or --columns-png"),
         (["--simulate", "--max-draft", "4", "--png", "x.png"], "--max-draft: only with --columns or --columns-png"),
         (["a prompt", "--png", "x.png"], "go with --simulate"),

@@ -284,6 +284,8 @@ def test_a_run_leaves_page_times_and_picture(tmp_path: Path) -> None:
         ((), "there is no prompt"),
         ((" ",), "the prompt is empty"),
         (("hi", "--from", "x"), "leave the prompt out"),
+        (("--from", "x", "--raw", "--repeat", "2"), "--from answers nothing: leave --raw, --repeat out"),
+        (("--from", "x", "--model", "y", "--max-tokens", "9"), "leave --model, --max-tokens out"),
         (("--from", "/no/such/run"), "there is no /no/such/run"),
         (("hi", "--drafter", "none"), "nothing to compare without drafts"),
         (("hi", "--repeat", "0"), "--repeat must be at least 1"),
