@@ -4,7 +4,7 @@
 #   bash recipes/distil_tickets.sh
 #
 # The teacher answers tickets; some of its own layers learn to answer as it does; gates on tickets that were held out decide
-# whether the student is kept (exit status 1 when it is refused); then the student answers the tickets itself, and its drafter
+# whether the student is kept (exit status 3 when it is refused); then the student answers the tickets itself, and its drafter
 # learns from that. Killed, the same command goes on. Needs pip install 'paceline[distill]'.
 #
 # Environment: OUT (run folder), TEACHER, LAYERS or KEEP (as 0,1,2,29), METHOD (hard, soft, gkd), EMBEDDING (q4_1, or same), MINUTES (of the student's

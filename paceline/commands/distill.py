@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.commands.options import Changed, Only, Opt, options
-from paceline.commands.shared import Json, TerminalProgress, finish, say, starting
+from paceline.commands.shared import REFUSED, Json, TerminalProgress, finish, say, starting
 from paceline.config import EngineConfig
 from paceline.loop.distill import config as asks
 from paceline.train.config import AnswerConfig, PromptsConfig
@@ -39,8 +39,8 @@ def distill(
     """Train a smaller model on a larger one's answers.
 
     The smaller model (student) has fewer layers than the larger one (teacher). At the end its answers to held-out
-    prompts are compared with the teacher's. Exit status 0: they are good enough; 1: they are not, and the student is
-    rejected. The same command resumes an interrupted run. No running server is changed.
+    prompts are compared with the teacher's. Exit status 0: they are good enough; 3: they are not, and the student is
+    rejected; 2: an error. The same command resumes an interrupted run. No running server is changed.
 
     Examples:
       paceline distill --teacher smollm2-135m --answers runs/answers/answers \\
@@ -59,4 +59,4 @@ def distill(
     from paceline.loop.distill import distill as library
 
     result = library(config, progress=TerminalProgress())
-    finish(asdict(result), as_json, 0 if result.passed else 1)
+    finish(asdict(result), as_json, 0 if result.passed else REFUSED)

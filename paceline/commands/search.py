@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Annotated
 
 from paceline.commands.options import Only, Without, options
-from paceline.commands.shared import Json, TerminalProgress, finish, starting
+from paceline.commands.shared import REFUSED, Json, TerminalProgress, finish, starting
 from paceline.commands.train import Target
 from paceline.loop.search import config as asks
 from paceline.train.config import AnswerConfig, PromptsConfig
@@ -26,7 +26,7 @@ def search(
     the learning rate and the sources of answers. Each trial's drafter is measured by tokens/s on held-out prompts; bad
     trials are stopped early (successive halving). The best trial is then compared with the settings that paceline train
     would choose itself, on prompts that no trial was measured on. The same command resumes an interrupted search. Exit
-    status 0: better settings were found; 1: train's own choice is kept.
+    status 0: better settings were found; 3: train's own choice is kept; 2: an error.
 
     Examples:
       paceline search --target smollm2-135m --answers runs/traffic \\
@@ -37,4 +37,4 @@ def search(
     from paceline.loop.search import search as library
 
     result = library(config, progress=TerminalProgress())
-    finish(asdict(result), as_json, 0 if result.is_better else 1)
+    finish(asdict(result), as_json, 0 if result.is_better else REFUSED)

@@ -41,7 +41,7 @@ def test_the_exit_status_says_whether_it_was_kept(
     else:
         with pytest.raises(typer.Exit) as ended:
             distill(**typed(tmp_path, tmp_path), as_json=True)
-        assert ended.value.exit_code == 1 and '"reason": "why"' in capsys.readouterr().out
+        assert ended.value.exit_code == 3 and '"reason": "why"' in capsys.readouterr().out
 
 
 def test_without_answers_it_says_what_to_give(tmp_path: Path) -> None:

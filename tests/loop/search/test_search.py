@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ray_runs import Seen, ended
 
+from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import ConfigError, PromptError, TrainingError
@@ -194,6 +195,16 @@ def test_verdicts() -> None:
     assert "layers 2: 1.20x [1.01, 1.40]" in verdict(result(True, 1.2))
     assert "not faster for certain" in verdict(result(False, 1.2))
     assert "More minutes" in verdict(result(False, None))
+
+
+@pytest.mark.parametrize("is_better", [True, False])
+def test_the_exit_status_says_which_settings_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_better: bool
+) -> None:
+    result = search_run.SearchResult(tmp_path, tmp_path, "layers 2", is_better, None, (None, None), (), 3.0)
+    monkeypatch.setattr("paceline.loop.search.search", lambda config, progress: result)
+    status = app(["search", "--out", str(tmp_path / "run")], prog_name="paceline", standalone_mode=False)
+    assert status == (None if is_better else 3)
 
 
 @pytest.mark.slow
