@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.bounds import Checked, Share
-from paceline.errors import ConfigError
+from paceline.bounds import Share, check
+from paceline.errors import ConfigError, refuse
 from paceline.loop.evals.scores import Scores, parts_of, resampled
 
 if TYPE_CHECKING:
@@ -158,14 +158,14 @@ def cases_needed(loss: float, deviation: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate(Checked):
+class Gate:
     """Conditions that the scores of an eval must meet; by default, any scores pass. The fields are options of `paceline
     evals run` and `paceline evals compare`, which exit with status 3 if a condition is not met."""
 
     fail_below: Share | None = None
     """Minimum score."""
     surely: bool = False
-    """The low end of the score's 95% interval must also reach it."""
+    """The low end of the score's 95% interval must also reach it; a single case gives no interval and is rejected."""
     no_worse_than: Path | None = None
     """Run folder of evals to compare with, case by case."""
     margin: Share | None = None
@@ -174,6 +174,10 @@ class Gate(Checked):
     same_text: bool = False
     """Every answer must be identical to the other run's, as a lossless drafter guarantees."""
 
+    def __post_init__(self) -> None:
+        check(self)
+        refuse(ConfigError, (self.surely and self.fail_below is None, "surely needs fail_below: give a minimum score"))
+
     def refusals(self, scores: Scores, comparison: Comparison | None = None) -> list[str]:
         """Returns the reasons why the scores fail the gate; empty if they pass.
 
@@ -181,10 +185,11 @@ class Gate(Checked):
         """
         reasons = []
         if self.fail_below is not None:
-            low = scores.interval[0]
-            value = low if self.surely and low is not None else scores.mean
+            value = scores.interval[0] if self.surely else scores.mean
             word = "the low end of the score's interval" if self.surely else "the score"
-            if value < self.fail_below:
+            if value is None:
+                reasons.append(f"{word} is unknown with a single case: add cases, or leave --surely out")
+            elif value < self.fail_below:
                 reasons.append(f"{word}, {value:.3f}, is below {self.fail_below:g}")
         if comparison is None:
             return reasons

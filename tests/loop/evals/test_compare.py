@@ -83,6 +83,14 @@ def test_gates() -> None:
     assert "100 of 100 answers differ" in Gate(same_text=True).refusals(other_words, compare(good, other_words))[0]
 
 
+def test_one_case_is_not_surely_above_anything() -> None:
+    """Its score was compared in place of the interval that it does not have."""
+    (why,) = Gate(fail_below=0.5, surely=True).refusals(scores([1.0]))
+    assert "unknown with a single case" in why and Gate(fail_below=0.5).refusals(scores([1.0])) == []
+    with pytest.raises(ConfigError, match="surely needs fail_below"):
+        Gate(surely=True)
+
+
 def test_agreement_of_few_cases_proves_little() -> None:
     right = scores([1.0] * 5)
     assert right.interval == pytest.approx((0.025**0.2, 1.0)), "Clopper and Pearson"
