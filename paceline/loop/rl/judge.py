@@ -60,10 +60,10 @@ class RelativeJudge:
         self.num_pairs = self.num_agreed = 0
 
     @property
-    def agreement(self) -> float:
-        """Share of the pairs of attempts whose order is the same in both rankings. 1: the judge is consistent; 0.5: it
-        ranks at random; near 0: it ranks by position only. 1.0 before the first ranking."""
-        return self.num_agreed / self.num_pairs if self.num_pairs else 1.0
+    def agreement(self) -> float | None:
+        """Share of the pairs of attempts whose order is the same in both rankings. 1: the judge is
+        consistent; 0.5: it ranks at random; near 0: it ranks by position only. None before the first ranking."""
+        return self.num_agreed / self.num_pairs if self.num_pairs else None
 
     def __call__(self, group: list[Trajectory], /) -> list[float]:
         """Returns the attempts' rewards, from 0 to 1. Raises RolloutError when the judge is down or gives no valid

@@ -68,8 +68,9 @@ def test_places_become_rewards() -> None:
 def test_the_same_text_is_worth_the_same() -> None:
     with judging(by_length) as url:
         judge = judge_at(url)
-        assert judge(attempts("bb", "a", "bb")) == [1.0, 0.0, 1.0]
         assert judge(attempts("bb", "bb")) == [0.5, 0.5]
+        assert judge.agreement is None, "nothing was ranked: it was 1.0, as of a consistent judge"
+        assert judge(attempts("bb", "a", "bb")) == [1.0, 0.0, 1.0]
 
 
 def test_a_judge_that_goes_by_the_place_teaches_nothing() -> None:
