@@ -148,7 +148,7 @@ class EngineConfig:
         mocked."""
         if self.mocked_marginals:
             firsts = ", ".join(f"{share:.3g}" for share in Marginals(self.mocked_marginals).firsts)
-            return f"marginals of {len(self.mocked_marginals)} slots, the likeliest token's {firsts}"
+            return f"marginals of {len(self.mocked_marginals)} draft positions, the most probable token's {firsts}"
         if self.mocked_survival:
             return "survival " + ", ".join(f"{share:g}" for share in self.mocked_survival)
         return "" if self.mocked_tokens_per_round is None else f"{self.mocked_tokens_per_round:g} tokens a round"

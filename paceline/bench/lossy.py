@@ -164,25 +164,25 @@ def verdict(results: list[Result]) -> str:
         return f"No verdict: {BUSY}. A setting was faster than plain decoding by more than its acceptance length."
     if not faster:
         quicker = [result for result in lossy if result.beside_lossless is not None and result.beside_lossless > 1.0]
-        doubt = (
-            f" ({len(quicker)} of {len(lossy)} measured a little above it, within what chance does)" if quicker else ""
-        )
+        doubt = f" ({len(quicker)} of {len(lossy)} measured slightly faster, within chance)" if quicker else ""
         return (
-            "**The lossless lane dominates everywhere**: no lossy setting is surely faster than it on any task, and "
-            f"each costs fidelity{doubt}. There is nothing to buy here."
+            "**Lossless speculation dominates everywhere**: no lossy setting is significantly faster on any task, and "
+            f"each costs fidelity{doubt}. No lossy rule pays here."
         )
     lines = [
         f"- {result.setting} on {result.task}: "
-        f"{with_interval(result.beside_lossless, result.beside_lossless_interval, unit='x')} the lossless lane, mean "
-        f"total variation {result.mean_tv:.4f}, score {with_interval(result.score, result.score_interval)}, "
-        f"{with_interval(result.score_gain, result.score_gain_interval, '{:+.2f}')} beside it"
+        f"{with_interval(result.beside_lossless, result.beside_lossless_interval, unit='x')} lossless speculation, "
+        f"mean total variation {result.mean_tv:.4f}, score {with_interval(result.score, result.score_interval)}, "
+        f"{with_interval(result.score_gain, result.score_gain_interval, '{:+.2f}')} compared with it"
         for result in faster
     ]
     rest = len(lossy) - len(faster)
     ending = (
-        [f"The lossless lane dominates the other {rest}: they are not surely faster and cost fidelity."] if rest else []
+        [f"Lossless speculation dominates the other {rest}: they are not significantly faster and cost fidelity."]
+        if rest
+        else []
     )
-    return "\n".join(["Surely faster than the lossless lane, at a price:", "", *lines, "", *ending]).rstrip()
+    return "\n".join(["Significantly faster than lossless speculation, at a price:", "", *lines, "", *ending]).rstrip()
 
 
 def table(results: list[Result]) -> Table:
@@ -206,7 +206,7 @@ def table(results: list[Result]) -> Table:
     notes = [
         "intervals: bootstrap over requests; x lossless: tokens per second, request by request, all settings in turns",
         "mean TV, KL (nats), changed: per token, from the verify passes; greedy answers count 1 where another token "
-        "is said",
+        "is generated",
     ]
     return Table(columns, results, title="Lossy rules compared with lossless decoding", notes=notes)
 

@@ -223,9 +223,7 @@ def _spoken(entry: Row, where: str) -> Message:
     speaker = entry.get("from", entry.get("role"))
     role = SPEAKERS.get(str(speaker).lower())
     if role is None:
-        raise RowError(
-            f"{where}: nobody is called {speaker!r} here: speakers are {', '.join(SPEAKERS)}", "unknown speaker"
-        )
+        raise RowError(f"{where}: unknown speaker {speaker!r}: choose from {', '.join(SPEAKERS)}", "unknown speaker")
     content = entry.get("value", entry.get("content"))
     if str(speaker).lower() != "function_call":
         return {"role": role, "content": content}

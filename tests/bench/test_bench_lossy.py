@@ -52,7 +52,7 @@ def test_it_says_where_lossless_dominates() -> None:
     sentence = verdict(
         [*BASE, result("lenience:l=0.5", 1.02, (0.97, 1.06)), result("mixture:lam=0.8", 0.9, (0.8, 0.95))]
     )
-    assert "lossless lane dominates everywhere" in sentence and "1 of 2 measured a little above it" in sentence
+    assert "Lossless speculation dominates everywhere" in sentence and "1 of 2 measured slightly faster" in sentence
     sentence = verdict([*BASE, result("lenience:l=0.5", 1.3, (1.2, 1.4)), result("mixture:lam=0.8", 0.9, (0.8, 0.95))])
     assert "everywhere" not in sentence and "lenience:l=0.5 on tickets: 1.30x [1.20, 1.40]" in sentence
     unchanged = result("lenience:l=0.9", 1.3, (1.2, 1.4))

@@ -64,7 +64,7 @@ def test_sharegpt_s_calls_are_the_api_s(tmp_path: Path) -> None:
     assert prompt.tools == ({"type": "function", "function": TOOL},)
     with pytest.raises(PromptError, match="a function_call must be a JSON object"):
         read_prompts(write(tmp_path, chat(("human", "Weather?"), ("function_call", "weather()"))))
-    with pytest.raises(PromptError, match="nobody is called 'narrator' here"):
+    with pytest.raises(PromptError, match="unknown speaker 'narrator': choose from"):
         read_prompts(write(tmp_path, chat(("narrator", "Once."), ("human", "Hi."))))
 
 

@@ -159,7 +159,7 @@ def test_inspect_says_what_it_is_and_what_it_brings(folder_of: Folder, tmp_path:
     report = json.loads(shown.splitlines()[-1])
     facts = {each["what"]: each["value"] for each in report["facts"]}
     assert facts["kind"] == "MTP layer" and facts["drafts"] == 4 and facts["taps"] == 3
-    assert facts["told"] == "behind the final norm" and facts["made for"] == "qwen3_5_text, 4 layers, 258 tokens"
+    assert facts["hidden state"] == "after the final norm" and facts["made for"] == "qwen3_5_text, 4 layers, 258 tokens"
     assert report["tokens_per_round"] >= 1.0 and "variations" not in report
 
 

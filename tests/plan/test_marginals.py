@@ -230,7 +230,7 @@ def test_settings_of_a_mocked_tree() -> None:
     config = EngineConfig(mocked_marginals=chances, speculate="tree:8")
     assert (
         config.mocked == Marginals(chances)
-        and config.mocked_as == "marginals of 2 slots, the likeliest token's 0.7, 0.6"
+        and config.mocked_as == "marginals of 2 draft positions, the most probable token's 0.7, 0.6"
     )
     rule = mocked(Marginals(chances))
     assert rule.name == MOCKED and not rule.lossless and rule.takes_trees and not mocked(3.0).takes_trees

@@ -335,7 +335,7 @@ def test_marginals_for_trees(tmp_path: Path) -> None:
     expected = Marginals(((0.7, 0.1), (0.5, 0.2)))
     assert read_mock(str(file)) == expected and read_mock("greedy") == read_marginals("greedy")
     engine = mocked_engine(EngineConfig(speculate="tree:4"), str(file), tmp_path)
-    assert engine.mocked == expected and engine.mocked_as.startswith("marginals of 2 slots")
+    assert engine.mocked == expected and engine.mocked_as.startswith("marginals of 2 draft positions")
     check_yield(expected, 2)
     with pytest.raises(ConfigError, match="the drafter drafts 1"):
         check_yield(expected, 1)

@@ -32,7 +32,7 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
     head += ", whose rows embed tokens too" if config.has_own_width else ""
     taps = ", ".join(map(str, config.target_layer_ids))
     one_more = ", ".join(str(each + 1) for each in config.target_layer_ids)
-    aligned = "slot k says the token behind its place" if config.from_anchor else "slot k says the token at its place"
+    aligned = f"position k predicts the token {'after' if config.from_anchor else 'at'} its place"
     facts = [
         Fact("format", stored.form, _tensors(stored.tensors) + packed),
         Fact("kind", kind_of(config), _second(stored)),
@@ -43,8 +43,8 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
             f"hidden size {shape.hidden_size}, {_heads(shape)}, MLP {shape.intermediate_size}",
         ),
         Fact("taps", taps, f"outputs of these target layers, counted from 0; hidden_states[{one_more}]"),
-        Fact("block", config.block_size, f"drafts {config.num_slots} tokens a round; {aligned}"),
-        Fact("mask token", config.mask_token_id, "stands in the slots to be drafted"),
+        Fact("block", config.block_size, f"drafts {config.num_slots} tokens per round; {aligned}"),
+        Fact("mask token", config.mask_token_id, "input at the positions to be drafted"),
         Fact("draft vocabulary", "all tokens" if ids is None else f"{len(ids)} tokens", head),
         Fact("rotary", f"theta {shape.rope_theta:g}", _rotary(stored)),
         Fact("window", _windows(stored), _causality(stored)),
@@ -76,15 +76,15 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
         else f"MLP {shape.intermediate_size}"
     )
     of_target = decoder_config(layer.raw, folder)
-    position = "behind" if layer.tells_normed else "before"
+    position = "after" if layer.tells_normed else "before"
     return [
         Fact("format", f"{layout} names", _tensors(layer.tensors)),
         Fact("kind", "MTP layer", "drafts token after token; embedding and head are the target's"),
         Fact("made for", f"{shape.family}, {of_target.num_layers} layers, {shape.vocab_size} tokens"),
         Fact("network", "1 layer", f"hidden size {shape.hidden_size}, {_heads(shape)}, {mlp}"),
-        Fact("taps", of_target.num_layers - 1, "the target's last hidden state, behind its final norm"),
-        Fact("drafts", layer.steps, "tokens a round, one behind the other: so many steps it learned"),
-        Fact("told", f"{position} the final norm", "where the hidden state is taken that the next draft is told"),
+        Fact("taps", of_target.num_layers - 1, "the target's last hidden state, after its final norm"),
+        Fact("drafts", layer.steps, "tokens per round, one after another: the steps that it was trained for"),
+        Fact("hidden state", f"{position} the final norm", "passed to the next drafting step"),
     ]
 
 
@@ -95,7 +95,7 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     named = f"{verifier['name_or_path']}: " if verifier.get("name_or_path") else ""
     residual = "the normed features" if config.norm_before_residual else "the features"
-    position = "behind" if config.norm_output else "before"
+    position = "after" if config.norm_output else "before"
     norms = "one for each layer" if config.fc_norm else "one over all" if config.norm_before_fc else "none"
     has_own = "embed_tokens.weight" in stored.tensors
     return [
@@ -107,15 +107,15 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
         ),
         Fact(
             "taps",
-            ", ".join(map(str, config.tap_layers)) or "not said",
-            "target layers; not said: as engines choose them",
+            ", ".join(map(str, config.tap_layers)) or "not given",
+            "target layers; not given: as engines choose them",
         ),
         Fact("features' norms", norms, "before they are put together (fc_norm, norm_before_fc)"),
         Fact("adds to", residual, f"norm_before_residual {str(config.norm_before_residual).lower()}"),
         Fact(
-            "told",
+            "hidden state",
             f"{position} the final norm",
-            f"norm_output {str(config.norm_output).lower()}: what the next draft is told",
+            f"norm_output {str(config.norm_output).lower()}: passed to the next drafting step",
         ),
         Fact("rotary", f"theta {shape.rope_theta:g}", f"scaling {shape.rope_scaling}" if shape.rope_scaling else ""),
         Fact("head", f"{config.draft_vocab_size} tokens", "of its own, among which it drafts"),
@@ -139,11 +139,10 @@ def _target(stored: StoredDrafter) -> str:
     verifier = (
         (speculators.get("speculators_config") or {}).get("verifier") or {} if isinstance(speculators, dict) else {}
     )
-    layers = f"{config.num_target_layers} layers" if config.num_target_layers else "layers not said"
+    layers = f"{config.num_target_layers} layers" if config.num_target_layers else "number of layers not given"
     named = f"{verifier['name_or_path']}: " if isinstance(verifier, dict) and verifier.get("name_or_path") else ""
-    return (
-        f"{named}hidden size {config.target_hidden_size}, {layers}, {config.vocab_size or 'not said how many'} tokens"
-    )
+    tokens = f"{config.vocab_size} tokens" if config.vocab_size else "number of tokens not given"
+    return f"{named}hidden size {config.target_hidden_size}, {layers}, {tokens}"
 
 
 def _second(stored: StoredDrafter) -> str:
@@ -152,10 +151,10 @@ def _second(stored: StoredDrafter) -> str:
         confidence = "with" if markov.has_confidence else "without"
         return f"a Markov head of rank {markov.rank}, {confidence} a confidence head{_books(stored)}"
     if sizes is None:
-        return "slots are drafted independently of each other"
+        return "positions are drafted independently of each other"
     return (
         f"convolutions of {sizes.conv_kernel_size} taps in groups of {sizes.conv_group_size}, "
-        f"a selector of rank {sizes.selector_rank} among {sizes.selector_top_k} candidates a slot{_books(stored)}"
+        f"a selector of rank {sizes.selector_rank} among {sizes.selector_top_k} candidates per position{_books(stored)}"
     )
 
 
@@ -188,10 +187,10 @@ def _windows(stored: StoredDrafter) -> str:
 def _causality(stored: StoredDrafter) -> str:
     causal = stored.config.is_causal
     if not any(causal):
-        return "slots see their whole block"
+        return "positions attend to their whole block"
     numbers = ", ".join(str(layer) for layer, is_so in enumerate(causal) if is_so)
     layers = "all layers" if all(causal) else f"layers {numbers}"
-    return f"in {layers} a slot sees only those before it"
+    return f"in {layers} a position attends only to earlier ones"
 
 
 def _norm_mean(stored: StoredDrafter) -> float:

@@ -45,11 +45,11 @@ struct PnExpert {
 struct PnLayer {
     const float* input_norm;  // [hidden], or null: the sublayer's input is not normed
     const float* mlp_norm;
-    const float* attention_out_norm;  // [hidden], or null: what the sublayer puts out is not normed
+    const float* attention_out_norm;  // [hidden], or null: the sublayer's output is not normed
     const float* mlp_out_norm;
     const float* q_norm;  // [head_dim], [num_heads * head_dim] where heads are normed together, or null
     const float* k_norm;  // the same of key heads
-    const float* sinks;   // [num_heads], scores of a key that is always seen and has no value, or null
+    const float* sinks;   // [num_heads], scores of a key that is always attended to and has no value, or null
     const PnMatrix* qkv;
     const PnMatrix* output;
     const PnMatrix* gate_up;
@@ -58,9 +58,9 @@ struct PnLayer {
     const float* output_bias;   // [hidden] or null
     const float* gate_up_bias;  // in the rows of gate_up, or null
     const float* down_bias;     // [hidden] or null
-    int32_t window;             // 0: sees everything
+    int32_t window;             // 0: attends to everything
     int32_t rope;               // PnRope
-    int32_t is_causal;          // 0: new tokens of a row see each other both ways
+    int32_t is_causal;          // 0: new tokens of a row attend to each other both ways
     // DFlash 2: what goes into a sublayer, and what comes out, is mixed with the tokens before it in its row of the pass,
     //   out[i][c] = sum over t < mix_taps of (base[side][t][c] + added[i][side][t][c / 16]) * x[i - t][c],
     // side 0 going in and 1 coming out, `added` a product of the sublayer's input. Null otherwise.
@@ -98,11 +98,11 @@ struct PnConfig {
     const float* sin;
     const float* local_cos;  // those of layers with PN_ROPE_LOCAL, or null
     const float* local_sin;
-    int32_t rotary_dim;     // how many numbers of each head are rotated, from the first on
+    int32_t rotary_dim;     // number of values of each head that are rotated, from the first on
     int32_t is_norm_whole;  // q_norm and k_norm are over all heads of a token together
     float attention_scale;  // of queries times keys
-    float attention_cap;    // they are kept within it, by tanh; 0: they are not
-    float residual_scale;   // what sublayers put out is multiplied by it before it is added
+    float attention_cap;    // soft cap of the scores, by tanh; 0: none
+    float residual_scale;   // sublayers' outputs are multiplied by it before they are added
     float logit_scale;
     float logit_cap;
     int32_t activation;  // PnActivation
@@ -110,12 +110,12 @@ struct PnConfig {
     float swiglu_limit;
     int32_t experts_per_token;
     int32_t are_experts_normed;  // the weights of a token's experts are divided by their sum
-    int32_t has_output_gate;     // behind the values `qkv` has gates of what attention puts out, by head
+    int32_t has_output_gate;     // after the values `qkv` has gates of the attention's output, by head
     int32_t delta_key_heads, delta_value_heads, delta_key_dim, delta_value_dim, delta_taps;
     // EAGLE-3 drafters: the first layer's attention reads the token's embedding, normed by input_norm, concatenated with the hidden
     // state, normed by this; its qkv is [.., 2 * hidden], and a pass has tokens and hidden states. Null otherwise.
     const float* beside_norm;
-    int32_t adds_to_normed;  // attention of that layer adds to the hidden state as this has normed it
+    int32_t adds_to_normed;  // attention of that layer adds to the hidden state normed by beside_norm
     // DFlash drafters: features of the target -> keys and values of all layers. Null otherwise.
     const PnMatrix* fc;          // [hidden, features]
     const float* hidden_norm;    // [hidden]
@@ -135,7 +135,7 @@ struct PnMemory {
 };
 
 // Keys and values, of layers with attention; an element is a float or a bfloat16 as the model's dtype says, zero at first. Strides in elements. A head of a
-// row has max_len * padded_head_dim elements, max_len a multiple of 16; how they are ordered is the library's affair (kernels.h).
+// row has max_len * padded_head_dim elements, max_len a multiple of 16; their order is internal to the library (kernels.h).
 struct PnCache {
     void* keys;
     void* values;
@@ -153,18 +153,18 @@ struct PnPass {
     const int32_t* starts;
     const int32_t* counts;
     const int32_t* tokens;  // [T] or null
-    const float* hidden;    // [T, hidden] instead of tokens, or beside them
+    const float* hidden;    // [T, hidden] instead of tokens, or in addition to them
     int32_t num_taps;
     const int32_t* tap_layers;  // ascending slots need not be: slot s holds layer tap_layers[s]
     void* taps;                 // [T, num_taps * hidden] in the model's dtype
     int32_t num_logit_rows;
     const int32_t* logit_rows;  // indices into [0, T)
-    float* logits;              // [num_logit_rows, logits_stride], or null when only the argmax is wanted
+    float* logits;              // [num_logit_rows, logits_stride], or null if only the argmax is needed
     int64_t logits_stride;
     int32_t*
         argmax;  // [num_logit_rows] or null; of equal logits the lowest index, -1 where the largest is not finite or one is NaN
     float* stage_s;  // PN_NUM_STAGES seconds to add to, or null
-    // Of a tree of tokens for each [T] the place of its parent among its row's tokens of this pass, -1 for one that follows the
+    // Trees: for each token [T] the index of its parent among its row's tokens of this pass, -1 for one that follows the
     // cache; parents come first. Token i of a row is in the cache at start + i. Null: every token follows the one before it.
     const int32_t* parents;
     // For models with gated delta nets: the number of pending tokens of each row before the pass, and the commits during it, in the
@@ -175,9 +175,9 @@ struct PnPass {
     const int32_t* settle_rows;
     const int32_t* settle_before;
     const int32_t* settle_counts;
-    float* hidden_out;  // [T, hidden] behind the last layer, before the final norm, or null
+    float* hidden_out;  // [T, hidden] after the last layer, before the final norm, or null
     int32_t*
-        experts_read;  // how many of each layer's experts any token chose, all layers together, is added to it; or null
+        experts_read;  // the number of experts that any token selected, summed over layers, is added to it; or null
 };
 
 // DFlash 2's selector: for each of `rows` rows of logits, `slots` per block, the `count` most probable columns (see pn_likeliest),
@@ -218,7 +218,7 @@ enum PnStage {
 PN_API int32_t pn_abi_version(void);
 PN_API const char* pn_last_error(void);
 // Comma-separated instruction sets this build and this processor both have, best first: amx, avx512bf16, avx512, avxvnni, avx2, or
-// i8mm, dotprod, neon; portable; behind them, of build.py --emulated, those for tests, whose names begin
+// i8mm, dotprod, neon; portable; after them, from build.py --emulated, those for tests, whose names begin
 // with "emulated-".
 PN_API const char* pn_available(void);
 // Choose one of pn_available for all that follows. Packing does not depend on it.
@@ -247,29 +247,30 @@ PN_API PnMatrix* pn_matrix_select(const PnMatrix* matrix, const int32_t* ids, in
 PN_API int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const float* x, int32_t num_tokens,
                                   float* out);
 
-// Of each of `rows` rows of logits the `count` (at most `size`) likeliest tokens, best first, of equals the lowest ids, and their
-// log-probabilities in softmax(logits * inverse): ids and logs [rows, count]. Of a row that holds NaN or whose largest is not
-// finite the logs are NaN.
+// For each of `rows` rows of logits: the `count` (at most `size`) most probable tokens, best first, among equals the lowest ids,
+// and their log-probabilities in softmax(logits * inverse): ids and logs [rows, count]. The logs are NaN for a row that holds NaN
+// or whose largest logit is not finite.
 PN_API int32_t pn_likeliest(const float* logits, int32_t rows, int32_t size, int32_t count, float inverse, int32_t* ids,
                             float* logs);
 
 // DFlash 2's candidates: those of PnPick.
 PN_API int32_t pn_pick(const PnPick* pick);
 
-// The largest of scores [slots, count, count], as pn_pick makes them, behind the one taken before it, of the first slot behind the
-// first; of equals the first. places [slots], and logs [slots] their log-probabilities in softmax(scores * inverse). Returns how
-// many: a slot whose largest score is not finite, or one of them NaN, ends the walk.
+// Walks through the scores [slots, count, count] of pn_pick. For each draft position, writes the index of the candidate with the
+// largest score after the one chosen before (at the first position: after candidate 0), among equals the first, to places [slots],
+// and its log-probability in softmax(scores * inverse) to logs [slots]. Returns the number of positions: one whose largest score
+// is not finite, or that has a NaN, ends the walk.
 PN_API int32_t pn_walk(const float* scores, int32_t slots, int32_t count, double inverse, int32_t* places,
                        double* logs);
 
 PN_API PnModel* pn_model_new(const PnConfig* config);
 PN_API void pn_model_free(PnModel* model);
-// The whole pass: embedding, layers, keys and values appended behind `starts`, taps, final norm, head.
+// The whole pass: embedding, layers, keys and values appended from `starts` on, taps, final norm, head.
 PN_API int32_t pn_forward(PnModel* model, const PnCache* cache, const PnPass* pass);
 // Moves each row's entries at starts[row] + slots to positions starts[row], starts[row] + 1, ... `slots`: counts[row] for each row,
 // ascending, counted from the start. For all layers and key heads of the model.
 PN_API int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows,
                        const int32_t* starts, const int32_t* counts, const int32_t* slots);
-// DFlash: keys and values that every layer makes of features [T, cols of fc] in the model's dtype, written behind `starts`.
+// DFlash: keys and values that every layer computes from features [T, cols of fc] in the model's dtype, written from `starts` on.
 PN_API int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows,
                          const int32_t* starts, const int32_t* counts, const void* features);

@@ -188,7 +188,7 @@ def variations(
         yield from make(stored, target)
     yield from _mask_tokens(stored, target, special_tokens)
     from_anchor = not stored.config.from_anchor
-    change = "slot k says the token behind its place" if from_anchor else "slot k says the token at its place"
+    change = f"position k predicts the token {'after' if from_anchor else 'at'} its place"
     change = f"sample_from_anchor {str(from_anchor).lower()}: {change}"
     yield _with(stored, "anchor slot", change, sample_from_anchor=from_anchor)
     for scale in {1.0, stored.config.shape.hidden_size**0.5} - {stored.config.input_embedding_scale}:
