@@ -184,6 +184,17 @@ class TestSilence:
         deployment.roll_back()
         assert server.calls[-1][2]["model_path"] == str(tmp_path / "old") and deployment.undo == []
 
+    def test_a_drafter_that_is_there_is_not_loaded_again(self, server: FakeServer, tmp_path: Path) -> None:
+        """A second copy had no room, so that a drafter that was loaded was reported as failed."""
+        deployment, path = opened(server), "/admin/drafters/general"
+        server.loses.add(path)
+        with pytest.raises(UnreachableError):
+            deployment.load("general", tmp_path)
+        server.loses.clear()
+        server.refuses[path] = 507, {"error": "no memory for two"}
+        deployment.load("general", tmp_path)
+        assert deployment.undo == [["drafter", "general", "default"]] and server.members["general"] == str(tmp_path)
+
     def test_weights_that_are_refused_leave_nothing_to_undo(self, server: FakeServer, tmp_path: Path) -> None:
         deployment = opened(server, tmp_path / "old", engine="sglang", draft_field="update_draft_model")
         answers = iter([(200, {"success": False}), (200, {"success": True})])

@@ -89,7 +89,11 @@ class PacelineServer(Deployment):
         raise DeployError(f"{url} knows no requests of {cluster!r}: it needs --route auto, and such traffic")
 
     def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
-        self._change("drafter", name, self.members().get(name), str(folder.absolute()), save_undo)
+        there = self.members().get(name)
+        retried = [change for change in self.undo if change[:2] == ["drafter", name] and change[2] != there]
+        if retried and there in (str(folder.absolute()), str(folder.resolve())):
+            return  # loaded by the earlier try, whose response was lost
+        self._change("drafter", name, there, str(folder.absolute()), save_undo)
 
     def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
         self._change("cluster", cluster, self.pinned(cluster), name, save_undo)
