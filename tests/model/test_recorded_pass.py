@@ -23,6 +23,8 @@ MIXTURE = DecoderConfig(
 )  # fmt: skip
 HYBRID = replace(MIXTURE, num_experts=0, shared_expert_size=0, delta=DeltaShape(2, 4, 8, 12, 4), linear_layers=(0, 2))
 MODELS = {"mixture": MIXTURE, "hybrid": HYBRID, "both": replace(MIXTURE, delta=HYBRID.delta, linear_layers=(0, 2))}
+NARROW, WIDE = (1, 6), (17, 32)
+"""Tokens of a row in a pass; the recurrence's kernel of a delta net keeps 32 of them, and spills registers."""
 
 
 def decoder_for(name: str, kind: Callable[..., Decoder], device: str = "cpu") -> Decoder:
@@ -47,28 +49,29 @@ def test_what_dead_positions_hold_does_not_spread() -> None:
 
 
 @pytest.mark.slow
-def test_static_passes_of_experts_and_states_equal_ordinary_ones() -> None:
+@pytest.mark.parametrize("widths", [NARROW, WIDE])
+def test_static_passes_of_experts_and_states_equal_ordinary_ones(widths: tuple[int, int]) -> None:
     """Also where rows settle, are taken back further than their state, or hold what a request before them left."""
     config, tensors = MODELS["both"], loud(MODELS["both"])
     ordinary, static = (kind(config, tensors, num_rows=4, max_len=200) for kind in (Decoder, GraphDecoder))
     for memory in static.kv.memories if isinstance(static.kv, DeltaCache) else ():
         for tensor in memory.tensors():
             tensor.fill_(float("nan"))
-    assert_same_passes(ordinary, static, rounds=40)
+    assert_same_passes(ordinary, static, rounds=40, widths=widths)
     assert static.recorder.replayed["target"] == 40
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", MODELS)
-def test_replayed_graphs_of_experts_and_states_equal_ordinary_passes(name: str) -> None:
+@pytest.mark.parametrize(("name", "widths"), [*((name, NARROW) for name in MODELS), ("hybrid", WIDE)])
+def test_replayed_graphs_of_experts_and_states_equal_ordinary_passes(name: str, widths: tuple[int, int]) -> None:
     """The ordinary ones on the CPU: the GPU's have kernels in common with them."""
     config, tensors = MODELS[name], loud(MODELS[name])
     ordinary = Decoder(config, tensors, num_rows=4, max_len=200)
     graphed = GraphDecoder(config, tensors, num_rows=4, max_len=200, device="cuda")
     graphed.set_taps((1,))
-    graphed.record(8)
-    assert_same_passes(ordinary, graphed, rounds=40)
+    graphed.record(max(8, widths[1]))
+    assert_same_passes(ordinary, graphed, rounds=40, widths=widths)
     assert graphed.recorder.replayed["target"] == 40 and not graphed.recorder.eager
 
 
@@ -92,8 +95,9 @@ def loud(config: DecoderConfig) -> list[tuple[str, torch.Tensor]]:
     return [(name, 0.3 * tensor - 2.0 * name.endswith("A_log")) for name, tensor in tensors]
 
 
-def assert_same_passes(ordinary: Decoder, static: Decoder, rounds: int = 12) -> None:
-    """Prompts of several rows, then rounds of ragged blocks with rollback; idle and half-filled rows among them."""
+def assert_same_passes(ordinary: Decoder, static: Decoder, rounds: int = 12, widths: tuple[int, int] = NARROW) -> None:
+    """Prompts of several rows, then rounds of ragged blocks with rollback; idle and half-filled rows among them.
+    `widths`: smallest and largest number of tokens of a row."""
     rng = random.Random(0)
     for decoder in (ordinary, static):
         decoder.set_taps((1,))
@@ -103,7 +107,7 @@ def assert_same_passes(ordinary: Decoder, static: Decoder, rounds: int = 12) -> 
             decoder.forward(ForwardBatch([row], [0], [len(prompt)], prompt, "none"))
     for _ in range(rounds):
         rows = sorted(rng.sample(range(4), rng.randint(1, 4)))
-        counts = [rng.randint(1, 6) for _ in rows]
+        counts = [rng.randint(*widths) for _ in rows]
         starts = [ordinary.cache.lengths[row] for row in rows]
         tokens = [rng.randrange(97) for _ in range(sum(counts))]
         outs = [decoder.forward(ForwardBatch(rows, starts, counts, tokens)) for decoder in (ordinary, static)]
