@@ -204,6 +204,11 @@ class _Stages:
                 raise PromptError(
                     "nothing is left to learn from: every document is held out; give --heldout other prompts"
                 )
+        elif config.init is not None and corpus.heldout:
+            self.progress.say(
+                "note: unless its run had these same prompts, the drafter of --init may have learned some that are "
+                "held out here, and their figures flatter it: give prompts that it has not seen (--heldout)"
+            )
         if len(corpus.heldout) < MIN_HELDOUT:
             self.progress.say(
                 f"note: only {len(corpus.heldout)} documents are held out, so their figures are rough: give more "

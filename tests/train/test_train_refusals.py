@@ -14,6 +14,7 @@ from tiny_runs import TINY, figures, paceline
 
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
+from paceline.data.tags import Tagged
 from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.eagle3 import checkpoint as eagle3
@@ -26,7 +27,7 @@ from paceline.runs.stopping import Stop
 from paceline.train import run as train_run
 from paceline.train.answers.mixture import check_begun
 from paceline.train.config import DrafterShape, TrainConfig
-from paceline.train.documents.dataset import read_corpus
+from paceline.train.documents.dataset import heldout_prompts, read_corpus
 from paceline.train.methods.kinds import check_drafter
 from paceline.train.tiny import write_tiny_target
 
@@ -189,6 +190,22 @@ def test_prompts_that_are_learned_from_are_not_out_of_distribution(tmp_path: Pat
     documents = stages._ood(tmp_path / "ood", learned)
     assert sorted(document.prompt for document in documents) == ["p10", "p11", "p9"]
     assert shown.lines == ["note: 2 of 5 --ood documents are left out: their prompts are learned from"]
+
+
+def test_held_out_prompts_that_the_drafter_of_init_may_know_are_noted(tmp_path: Path) -> None:
+    """Those with the smallest hashes are held out, as many as the number of prompts asks for: a run on ten times as
+    many learns from most of those that a run on fewer holds out."""
+    few, many = (heldout_prompts([f"p{n}@0" for n in range(number)], 0.02, 128, 16) for number in (100, 1000))
+    assert len(few - many) > len(few) / 2
+    rows = [Answer(f"p{n}@0", "", 0, 0.0, [65, n], [70, 71, 72, n], "stop", "") for n in range(40)]
+    AnswerShards(tmp_path / "answers").write(rows)
+    for init, number in ((None, 0), ("some/drafter", 1)):
+        shown = Shown()
+        stages = train_run._Stages(
+            TrainConfig(tmp_path, init=init, max_len=64), Ranks(), lambda: None, shown, Stop(shown.say)
+        )
+        assert stages._corpus([Tagged(tmp_path / "answers")], None).heldout
+        assert sum("the drafter of --init may have learned" in line for line in shown.lines) == number
 
 
 @pytest.mark.slow
