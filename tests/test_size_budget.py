@@ -9,16 +9,8 @@ import pytest
 from package_source import PACKAGE, nodes_of
 
 MAX_FILE_LINES = 400
-LONGER = {
-    "commands/simulate.py": 424,
-    "model/config/decoder.py": 415,
-    "model/native/library.py": 428,
-    "plan/planner.py": 410,
-    "train/config.py": 408,
-    "train/learn/loop.py": 418,
-    "train/run.py": 408,
-}
-"""Files that 120 columns instead of 128 made longer than that: each may only become shorter."""
+LONGER = {"commands/simulate.py": 422}
+"""Files that may be longer than that: each may only become shorter."""
 MAX_FUNCTION_LINES = 60
 """Without the signature in commands/, where it is the table of the options."""
 MAX_MODULES = 12
