@@ -82,8 +82,9 @@ class Planner(Protocol):
         ...
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
-        """Plans the next step. `prompt_left`: prompt tokens that the request in prefill still needs. If the step's
-        chunk finishes the prompt, that row decodes in the same step."""
+        """Plans the next step: drafts per row, and the size of the prefill chunk. `rows`: the rows that decode.
+        `prompt_left`: prompt tokens that the request in prefill, which is not among them, still needs. If the chunk
+        computes the last of these, that request decodes in the same step, too."""
         ...
 
     def join(self, plan: Plan, index: int, row: Row) -> None:

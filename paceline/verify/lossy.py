@@ -113,9 +113,9 @@ class Tilt(NamedTuple):
 
 
 def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
-    """Returns the distance between the distributions of output and target at the position of a sampled draft.
-    `target_V`, `draft_V`: distributions of target and drafter there; `chance_V`: acceptance probabilities, from
-    `chances`."""
+    """Returns total variation and Kullback-Leibler divergence between the distributions of output and target at one
+    position with a sampled draft. `target_V`, `draft_V`: distributions of target and drafter there; `chance_V`: each
+    token's acceptance probability, from `chances`."""
     extra_V = (draft_V * (chance_V - chances(_LOSSLESS, target_V, draft_V, None))).clamp_(min=0.0)
     tv = float(extra_V.sum(dtype=torch.float64))
 
@@ -167,8 +167,9 @@ def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[flo
 
 
 def tilt_children(target_V: Tensor, children: list[int], chance_N: list[float]) -> Tilt:
-    """Returns the distance between the distributions of output and target after a tree node with the certain
-    (deterministic) drafts `children`. `target_V`: the target's distribution there; `chance_N`: from `child_chances`."""
+    """Returns total variation and Kullback-Leibler divergence between the distributions of output and target after a
+    tree node with the certain (deterministic) drafts `children`. `target_V`: the target's distribution there;
+    `chance_N`: each child's acceptance probability, from `child_chances`."""
     known = target_V[torch.tensor(children, device=target_V.device)].tolist()
     outside = max(1.0 - sum(known), 0.0)
     left = math.prod(1.0 - chance for chance in chance_N)

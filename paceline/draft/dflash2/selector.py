@@ -58,14 +58,16 @@ def score(
     before_BK: Tensor | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Picks:
-    """Returns the `top_k` most probable tokens at each position, called candidates, with the selector's scores:
+    """Returns the M = `selector.top_k` most probable tokens at each position, called candidates, with the selector's
+    scores. A score depends on the candidate and on the token before it.
 
-    - By default, a candidate has M scores, one after each of the M candidates of the previous position. At the first
-      position, all are equal: the score after the last verified token (`anchors_B`).
-    - With `before_BK`, the known previous token of each position, a candidate has one score, after that token.
+    - By default, each candidate has M scores: one for each candidate of the previous position as the token before it.
+      At the first position the token before is always the last verified one (`anchors_B`), so the M scores are equal.
+    - With `before_BK`, the known token before each position, each candidate has one score.
 
     `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the head's rows;
-    None: all tokens. `embedding_VD`: the target's embedding, for factored codebooks.
+    None: all tokens. `embedding_VD`: the target's embedding; only needed if the selector stores its token vectors as
+    functions of it (factored codebooks).
     """
     unary_BKM, chosen_BKM = logits_BKV.float().topk(min(selector.top_k, logits_BKV.shape[-1]), dim=-1)
     tokens_BKM = chosen_BKM if ids is None else ids[chosen_BKM]

@@ -187,7 +187,7 @@ class Outcome:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the start to the last token."""
+        """Seconds from the start of the simulation to the last token of all requests."""
         return max((each.finished_at for each in self.requests), default=0.0)
 
     @property
