@@ -214,16 +214,15 @@ def chain_hidden(
 class Eagle3Trainable(Trainable):
     """An EAGLE-3 drafter in training, which has an LM head of its own over its draft vocabulary."""
 
-    network: Eagle3Network
-
     def __init__(self, network: Eagle3Network, raw: dict[str, Any], block_size: int) -> None:
         """`block_size`: 1 + the number of steps."""
         self.network, self.raw, self.layers, self.block_size = network, raw, network.layers, block_size
+        self._own = network  # with its class, for the type checker
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """Returns hidden states [A * K, D] (A blocks, K draft positions each) for the drafter's own head. embedding_VD
         [V, D]: the target's embedding matrix. With `is_autocast`, products are computed in bfloat16."""
-        network, dtype = self.network, torch.bfloat16 if is_autocast else torch.float32
+        network, dtype = self._own, torch.bfloat16 if is_autocast else torch.float32
         attend = ChainAttention(network.config.shape, pack.layout, dtype)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
             taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
@@ -251,7 +250,7 @@ class Eagle3Trainable(Trainable):
         has_features_A = torch.cat(pack.layout.anchors) > 0
         learned_AK = slots.valid_AK & reached_AK & has_features_A[:, None]
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            logits_RV = F.linear(hidden_TD, self.network.lm_head.weight).float()
+            logits_RV = F.linear(hidden_TD, self._own.lm_head.weight).float()
             label_R1 = rows_AK.flatten()[:, None]
             ce_AK, loss_AK = slot_losses(logits_RV, label_R1, slots, head, config)
         if config.name == "d-pace":

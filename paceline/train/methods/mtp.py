@@ -140,16 +140,15 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 class MtpTrainable(Trainable):
     """A multi-token-prediction layer in training; the target's head reads its output."""
 
-    network: MtpNetwork
-
     def __init__(self, network: MtpNetwork, raw: dict[str, Any], block_size: int, embedding_scale: float = 1.0) -> None:
         """`block_size`: 1 + the number of steps. `embedding_scale`: factor on the target's embeddings."""
         self.network, self.raw, self.block_size = network, raw, block_size
+        self._own = network  # with its class, for the type checker
         self.layers = [module for name, module in network.named_modules() if _is_read_by_each(network.config, name)]
         self._scale = embedding_scale
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        shape, dtype = self.network.config, torch.bfloat16 if is_autocast else torch.float32
+        shape, dtype = self._own.config, torch.bfloat16 if is_autocast else torch.float32
         scores = Scores(shape.attention_scale, shape.attention_cap)
         attend = ChainAttention(shape, pack.layout, dtype, first=0, scores=scores)
 
@@ -157,7 +156,7 @@ class MtpTrainable(Trainable):
             return F.embedding(ids, embedding_VD).float() * self._scale
 
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
-            return chain_hidden(self.network, attend, pack, pack.taps_NF.float(), embed)
+            return chain_hidden(self._own, attend, pack, pack.taps_NF.float(), embed)
 
 
 def _is_read_by_each(shape: DecoderConfig, name: str) -> bool:
