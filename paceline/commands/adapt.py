@@ -85,10 +85,10 @@ def adapt_gate(
 ) -> None:
     """Judge whether a drafter may replace the serving one.
 
-    Compares the acceptance and speed of both drafters on stored requests. The new drafter must be faster on one class
-    of similar requests (--cluster), or on several together, and must not lose too much on one of several or on all
-    other requests. If it only loses too much there, a blend of both drafters' weights is judged, too. Exit status 0:
-    passed, 3: not passed, 2: an error.
+    Compares the acceptance and speed of both drafters on stored requests. The new drafter must be faster on the named
+    class of similar requests (--cluster; if several are named, on all their requests together). It must not lose too
+    much on any other class, nor on one of several named ones. If it fails only by such a loss, a blend of both
+    drafters' weights is judged, too. Exit status 0: passed, 3: not passed, 2: an error.
 
     Examples:
       paceline adapt gate runs/mine/drafter --traces traces \\

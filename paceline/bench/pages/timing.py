@@ -313,8 +313,8 @@ def _said(side: TimedAnswer, now_s: float) -> str:
 
 
 def runs(side: TimedAnswer, cells: int = CELLS) -> Iterator[Run]:
-    """Yield an answer's text in pieces, each with its line and column. Lines are wrapped at `cells` characters, between
-    words where possible."""
+    """Yield an answer's text in pieces that are drawn in one colour (`Run`), each with its line and column. Lines are
+    wrapped at `cells` characters, between words where possible."""
     text = Text(overflow="fold")
     for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
         letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")

@@ -138,7 +138,8 @@ class StaticForms:
         self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
 
     def record(self) -> None:
-        """Capture all passes. Those that inject more positions per row than a block has run operation by operation."""
+        """Capture the passes that draft blocks, and those that inject up to one block of positions per row. Passes that
+        inject more are never captured; they run operation by operation."""
         self.blocks.record()
         self.injects.record()
 

@@ -125,8 +125,9 @@ NO_COST = FractionDrafter(0.0)
 
 
 class StepCosts:
-    """Base class of cost models: seconds of a round's parts. A subclass defines `split` (the target pass), and
-    `draft_s` (drafting) and `host_s` (launches, scheduling, sampling) unless these take no time."""
+    """Base class of cost models: seconds of a round's parts. A subclass defines `split`, which returns the seconds of
+    a target pass by part of the model. It also defines `draft_s` (drafting) and `host_s` (launches, scheduling,
+    sampling), unless these take no time."""
 
     __slots__ = ()
     host_s: float = 0.0

@@ -92,8 +92,8 @@ def multiply(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of an expert's outputs in each program, for all (token, expert) pairs of this expert: out
-    [pairs, OUT].
+    """Compute products of tokens with their experts: out [pairs, OUT] for all (token, expert) pairs. Each program
+    computes BLOCK_N outputs of one expert for all its pairs, BLOCK_T tokens at a time.
 
     IS_UP: activation(gate) * up from inputs [tokens, IN] and weight [experts, 2 * OUT, IN], gate first. Otherwise the
     product of inputs [pairs, IN] and weight [experts, OUT, IN]. HAS_BIAS: adds bias [experts, rows of weight] to the
@@ -103,8 +103,8 @@ def multiply(
     the outputs of `list_pairs`; otherwise they are searched in `chosen`. IS_BY_PAIR: programs are started for each pair
     instead of each expert. Those of an expert's first pair compute all pairs of this expert; the others do nothing.
 
-    BLOCK_P: PER_TOKEN, BLOCK_S: number of pairs, each rounded up to a power of two. A tile has BLOCK_N outputs of
-    BLOCK_T tokens, computed from BLOCK_K inputs at a time. STAGES: pipeline stages of the loop over inputs.
+    BLOCK_P: PER_TOKEN, BLOCK_S: number of pairs, each rounded up to a power of two. BLOCK_K: inputs that are read
+    at a time. STAGES: pipeline stages of the loop over inputs.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
