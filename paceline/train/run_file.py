@@ -28,6 +28,9 @@ from paceline.train.config import TrainConfig
 RUN_FILE = "run.yaml"
 TRAINED = "trained.json"
 """File of a finished run: steps, blocks, eal, loss, and "prompts", the number of different prompts learned from."""
+OWN_SIZES = ("num_layers", "intermediate_size", "num_heads", "num_kv_heads", "block_size", "num_taps", "tap_layers")
+OWN_SIZES += ("attention_bias", "is_causal", "mask_token_id")
+"""Fields of DrafterShape that a drafter in `TrainConfig.init` keeps, whatever they are in a run's settings."""
 LEFT_OUT = {"given"}
 """Fields of TrainConfig that are not written to run.yaml."""
 
@@ -45,12 +48,14 @@ def write_run_file(config: TrainConfig) -> Path:
 
 def as_tree(config: TrainConfig) -> dict[str, Any]:
     """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types. If
-    `config.init` is set, `shape.block_size` and `shape.num_layers` are included only if the user gave them: the drafter
-    in `init` keeps its own."""
+    `config.init` is set, sizes of the drafter are included only if the user gave them: the one in `init` keeps its
+    own."""
     tree = _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
-    for name in ("block_size", "num_layers") if config.init is not None else ():
-        if not config.is_given(f"shape.{name}"):
-            del tree["shape"][name]
+    if config.init is not None:
+        own = (*OWN_SIZES, "draft_vocab") if config.shape.is_chained else OWN_SIZES
+        for name in own:
+            if not config.is_given(f"shape.{name}"):
+                tree["shape"].pop(name, None)
     return tree
 
 

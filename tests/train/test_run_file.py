@@ -54,6 +54,14 @@ def test_a_continued_drafter_keeps_its_block_size_when_the_file_is_run_again(tmp
     assert config_of(read_run_file(write_run_file(config))).is_given("shape.block_size"), "8 as an option"
 
 
+@pytest.mark.parametrize(("kind", "is_written"), [("eagle3", False), ("dflash", True)])
+def test_sizes_that_a_plan_chose_are_not_written_for_a_continued_drafter(kind: str, is_written: bool) -> None:
+    """They are not the drafter's: the file was refused when it was run again."""
+    shape = DrafterShape(kind=kind, num_heads=4, draft_vocab=32_000, ttt_steps=5)
+    tree = as_tree(TrainConfig(init="some/drafter", shape=shape, given=("init", "shape.kind")))["shape"]
+    assert "num_heads" not in tree and ("draft_vocab" in tree) == is_written and tree["ttt_steps"] == 5
+
+
 def test_what_differs_from_the_default_was_given(tmp_path: Path) -> None:
     config = whole(tmp_path)
     assert config.is_given("shape.num_layers") and config.is_given("loop.optim.lr")

@@ -130,6 +130,15 @@ def test_sizes_that_the_drafter_of_init_has_may_be_given(tmp_path: Path) -> None
     check_drafter(TrainConfig(target=EngineConfig(str(target)), init=str(tmp_path / "fits"), shape=shape))
 
 
+@pytest.mark.parametrize("number", [0, 260, 1_000])
+def test_the_whole_draft_vocabulary_of_init_may_be_given(number: int, tmp_path: Path) -> None:
+    target = write_tiny_target(tmp_path / "target")
+    config = Eagle3Config.from_json(eagle3.new_config(64, 260, 6, draft_vocab_size=260, head_dim=16))
+    Eagle3Drafter(Eagle3Network.random(config)).save(tmp_path / "chains")
+    shape = DrafterShape(kind="eagle3", num_layers=1, draft_vocab=number)
+    check_drafter(TrainConfig(target=EngineConfig(str(target)), init=str(tmp_path / "chains"), shape=shape))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -14,7 +14,7 @@ import os
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -69,6 +69,9 @@ class StoredDocuments(Sequence[Document]):
         first, end, answer_start, _, _, _, turn, _, _ = (int(number) for number in self.table[self.rows[place]])
         tokens = np.frombuffer(self._tokens[4 * first : 4 * end], dtype=np.int32)
         return Document(f"{self.key(place)}/{turn}", tokens, answer_start)
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[place] for place in range(len(self)))
 
     def key(self, place: int) -> str:
         """Returns the key of the conversation of document number `place`, without the answer's number."""

@@ -107,7 +107,9 @@ def _check_kept(config: TrainConfig, stored: DFlashConfig | Eagle3Config) -> Non
         own |= {"num_taps": len(stored.target_layer_ids), "tap_layers": stored.target_layer_ids}
         own |= {"mask_token_id": stored.mask_token_id, "is_causal": all(stored.is_causal)}
     else:
-        own |= {"tap_layers": stored.tap_layers, "draft_vocab": stored.draft_vocab_size}
+        wanted, number = config.shape.draft_vocab or 0, stored.draft_vocab_size
+        is_all = number == stored.shape.vocab_size and not 0 < wanted < number  # 0, and more than there are, mean all
+        own |= {"tap_layers": stored.tap_layers, "draft_vocab": wanted if is_all else number}
     for name, value in own.items():
         if (given := getattr(config.shape, name)) not in (None, value) and config.is_given(f"shape.{name}"):
             drafter = f"the drafter of --init {config.init}"
