@@ -68,7 +68,7 @@ def test_what_it_is(drafter: Path) -> None:
     for words in (
         "DFlash v1",
         "hidden size 32, 2 layers, 258 tokens",
-        "drafts 3 tokens a round",
+        "drafts 3 tokens per round",
         "129 tokens",
         "hidden_states[1]",
     ):

@@ -267,8 +267,8 @@ def places_for_positions(parents: list[int]) -> tuple[Tensor, list[int]]:
     [
         (Decoder, "attention", siblings_parent),
         (Decoder, "attention", siblings_seen),
-        pytest.param(GraphDecoder, "graphs", siblings_parent, marks=pytest.mark.slow),
-        pytest.param(GraphDecoder, "graphs", places_for_positions, marks=pytest.mark.slow),
+        pytest.param(GraphDecoder, "recorded_pass", siblings_parent, marks=pytest.mark.slow),
+        pytest.param(GraphDecoder, "recorded_pass", places_for_positions, marks=pytest.mark.slow),
     ],
 )
 def test_a_mask_with_a_mistake_is_seen(

@@ -292,7 +292,7 @@ class EngineWorker:
                 engine = model.engine
             if engine.has_work:
                 started = time.perf_counter()
-                chunks = engine.step()
+                chunks = self._step(engine)
                 now = time.perf_counter()
                 self._watch(self.metrics.step, engine, now - resumed)
                 resumed = now
@@ -300,6 +300,10 @@ class EngineWorker:
                     self._hand_over(chunks, now, now - started, is_prefilling=bool(engine.scheduler.prefilling))
             while self._live and (ticket := next(iter(self._live.values())).ticket).deadline <= time.perf_counter():
                 self._drop(ticket, ApiError.known("deadline_exceeded", seconds=self.config.deadline))
+
+    def _step(self, engine: Engine) -> list[Chunk]:
+        """Runs one engine step. The endpoint of agents (`loop/rl/endpoint.py`) overrides it."""
+        return engine.step()
 
     @property
     def _engine(self) -> Engine:
