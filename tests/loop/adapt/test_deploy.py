@@ -195,6 +195,18 @@ class TestSilence:
         deployment.load("general", tmp_path)
         assert deployment.undo == [["drafter", "general", "default"]] and server.members["general"] == str(tmp_path)
 
+    def test_a_drafter_that_was_restored_is_not_drained(self, server: FakeServer, tmp_path: Path) -> None:
+        """A roll-back whose response was lost was repeated, found no room for a second copy and removed the drafter."""
+        deployment, path = opened(server), "/admin/drafters/general"
+        deployment.load("general", tmp_path)
+        server.loses.add(path)
+        with pytest.raises(UnreachableError):
+            deployment.roll_back()
+        server.loses.clear()
+        server.refuses[path] = 507, {"error": "no memory for two"}
+        deployment.roll_back()
+        assert server.members == {"general": "default"} and not server.drained and not deployment.undo
+
     def test_weights_that_are_refused_leave_nothing_to_undo(self, server: FakeServer, tmp_path: Path) -> None:
         deployment = opened(server, tmp_path / "old", engine="sglang", draft_field="update_draft_model")
         answers = iter([(200, {"success": False}), (200, {"success": True})])

@@ -139,6 +139,8 @@ class PacelineServer(Deployment):
         """Restore the earlier drafter. If there was none, or it is refused now, remove this one: others get its
         requests."""
         if before is not None:
+            if self.members().get(name) == before:
+                return  # restored by an earlier try, whose response was lost
             try:
                 self._ask("POST", "drafters", name, {"drafter": before})
                 return
