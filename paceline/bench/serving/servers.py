@@ -125,7 +125,7 @@ def _speedup_cell(result: ServingResult) -> str | None:
 
 
 def key_of(file: Path | None) -> str | None:
-    """Return the first API key in `file` or the environment, or None."""  # no setting: settings are stored in the run
+    """Return the first API key in `file` or the environment, or None. It is no setting: those are stored in the run."""
     return next(iter(read_api_keys((), file)), None)
 
 

@@ -18,8 +18,8 @@ from paceline.model.torch.recorded_pass import StaticPlan, StaticWriter
 
 Kind = tuple[int | None, bool]
 """Type of a draft layer: (sliding window or None, True if causal)."""
-FixedPath = Any
-"""A `paths.TorchPath`. That module imports this one, so the class cannot be named here."""
+TorchPath = Any
+"""The class `paths.TorchPath`, whose module imports this one; circles of imports are not allowed for types either."""
 
 
 class StaticBlock(Region):
@@ -27,7 +27,7 @@ class StaticBlock(Region):
 
     kind = "block"
 
-    def __init__(self, path: FixedPath, num_rows: int, outputs: list[Tensor]) -> None:
+    def __init__(self, path: TorchPath, num_rows: int, outputs: list[Tensor]) -> None:
         """`outputs`: result buffers of at least B rows; passes for other numbers of rows may share them."""
         self._path, self._num_rows = path, num_rows
         self._size, device = path.config.block_size, path.device
@@ -75,7 +75,7 @@ class StaticInject(Region):
 
     kind = "inject"
 
-    def __init__(self, path: FixedPath, num_rows: int, count: int) -> None:
+    def __init__(self, path: TorchPath, num_rows: int, count: int) -> None:
         self._path, self._num_rows, self._count = path, num_rows, count
         device = path.device
         num_features = len(path.config.target_layer_ids) * path.config.target_hidden_size
@@ -107,7 +107,7 @@ class StaticInject(Region):
         self._inputs_2B.copy_(torch.tensor(inputs))
 
 
-def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
+def write_behind(path: TorchPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
     """Write keys and values of up to J new positions of each of B rows into the path's cache, after the rows' contexts.
     `writer`: cache writer for B rows of J positions. `starts_B`: context lengths. `counts_B`: new positions of each
     row. `taps_TF` [B * J, F]: the target's hidden states, F = tapped layers * hidden size."""
@@ -119,7 +119,7 @@ class StaticForms:
     """The passes of one decode path that are captured as CUDA graphs, for several numbers of rows: drafting blocks, and
     writing the context's keys and values to the drafter's cache (injecting)."""
 
-    def __init__(self, path: FixedPath, recorder: Recorder) -> None:
+    def __init__(self, path: TorchPath, recorder: Recorder) -> None:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
         self._path, self._recorder = path, recorder
 

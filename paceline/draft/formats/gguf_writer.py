@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 """Data types that are stored unchanged, with their names in ggml."""
 YARN = {"rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings"}
-CAUSAL = "layers in which a slot sees only those before it: llama.cpp's see their whole block"
+CAUSAL = "layers in which a position attends only to earlier ones: llama.cpp's attend to their whole block"
 
 
 def write_gguf(

@@ -176,7 +176,8 @@ class Gate:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(ConfigError, (self.surely and self.fail_below is None, "surely needs fail_below: give a minimum score"))
+        is_bare = self.surely and self.fail_below is None
+        refuse(ConfigError, (is_bare, "--surely needs --fail-below: give a minimum score"))
 
     def refusals(self, scores: Scores, comparison: Comparison | None = None) -> list[str]:
         """Returns the reasons why the scores fail the gate; empty if they pass.

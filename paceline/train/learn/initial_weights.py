@@ -243,7 +243,7 @@ def network_for(
         config = DFlashConfig.from_json(config.raw | changed)
         if config.from_anchor:
             raise ConfigError(
-                f"--init {init}: positions of this drafter predict the token after them: training those is not implemented"
+                f"--init {init}: this drafter predicts the token after each position: training those is not implemented"
             )
         raw = config.raw
         network = network_of(config, {name: tensor.float().clone() for name, tensor in tensors.items()}, init)

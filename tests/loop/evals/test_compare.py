@@ -87,7 +87,7 @@ def test_one_case_is_not_surely_above_anything() -> None:
     """Its score was compared in place of the interval that it does not have."""
     (why,) = Gate(fail_below=0.5, surely=True).refusals(scores([1.0]))
     assert "unknown with a single case" in why and Gate(fail_below=0.5).refusals(scores([1.0])) == []
-    with pytest.raises(ConfigError, match="surely needs fail_below"):
+    with pytest.raises(ConfigError, match="--surely needs --fail-below"):
         Gate(surely=True)
 
 

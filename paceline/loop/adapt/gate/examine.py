@@ -188,7 +188,7 @@ def _sets(requests: Sequence[Request], config: CandidateConfig) -> dict[str, lis
     for request in sorted(requests, key=lambda request: request.cluster):
         by_cluster["tagged" if config.tags else request.cluster].append(request)
     most = max(by_cluster, key=lambda name: sum(len(request.answer_ids) for request in by_cluster[name]))
-    fell = [name for name in config.clusters or (most,) if name in by_cluster]
+    fell = [name for name in dict.fromkeys(config.clusters or (most,)) if name in by_cluster]
     missing = set(config.clusters) - set(fell)
     if missing and not (fell and config.held_out_only):  # one of several may have no held-out prompt
         raise ConfigError(f"there are no requests of cluster {min(missing)!r}: there are {', '.join(by_cluster)}")
