@@ -198,8 +198,8 @@ def test_the_targets_tokenizer_goes_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "what"),
     [
-        (raw_config(**CAUSAL), "only those before it"),
-        (raw_config(is_causal=True), "only those before it"),
+        (raw_config(**CAUSAL), "only to earlier ones"),
+        (raw_config(is_causal=True), "only to earlier ones"),
         (raw_config(sample_from_anchor=True), "sample_from_anchor"),
         (raw_config(input_embedding_scale=2.0), "input_embedding_scale"),
         (raw_config(attention_bias=True), "self_attn.._proj.bias"),

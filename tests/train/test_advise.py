@@ -121,7 +121,7 @@ def test_people_read_a_currency_and_hours() -> None:
 def test_where_a_server_drafts_better_already_the_answer_is_no(tmp_path: Path) -> None:
     advice = line(str(traces(tmp_path, [7] * 5, [7] * 5)), *ON)
     assert advice["verdict"] == "no" and advice["sentences"][0].startswith("No:")
-    assert all(step["gain"] < 1 for step in advice["steps"])
+    assert all(step["gain"] < 1.1 for step in advice["steps"]), "less than 10% more is not worth a training"
 
 
 @pytest.mark.slow

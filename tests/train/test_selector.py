@@ -69,7 +69,7 @@ def test_it_begins_as_the_v1_drafter(
 def test_a_block_whose_slots_are_shifted_is_refused(tmp_path: Path) -> None:
     raw, body = network_for(tiny_decoder(), "none", DrafterShape(**SMALL), None, 3)
     write_checkpoint(tmp_path / "v1", {**raw, "sample_from_anchor": True}, body.state_dict())
-    with pytest.raises(ConfigError, match="say the token behind them"):
+    with pytest.raises(ConfigError, match="predicts the token after each position"):
         network_for(tiny_decoder(), "none", DrafterShape(), tmp_path / "v1", 0)
 
 
