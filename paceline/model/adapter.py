@@ -97,9 +97,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def identity_of(model: str) -> str:
-    """Return the name by which a training or evaluation run records its target: `model` itself, unless it is an
-    adapter. For an adapter's folder, which may be trained again in place, it is the absolute path and a hash of the
-    adapter's files and of the link to its base."""
+    """Return the name by which a training or evaluation run records its target. A resumed run compares it, to notice
+    that the target has changed.
+
+    For a model that is not an adapter, this is `model` itself. For an adapter's folder it is the absolute path and a
+    hash, because the adapter may be trained again in the same folder. The hash covers the adapter's files and the link
+    to its base.
+    """
     folder = Path(model).expanduser().resolve()
     if not is_adapter(folder):
         return model
@@ -171,13 +175,15 @@ def added(
     source: Path,
     is_whole: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Merge an adapter into its base: yields (name, tensor) for each of the base's `tensors`, changed by `pairs`.
+    """Merge an adapter into its base: yields (name, tensor) for each of the base's `tensors`, with the LoRA matrices in
+    `pairs` added.
 
-    `own_name` converts a checkpoint's name of a weight to the decoder's name, or to None for a weight that the decoder
-    does not use. `source`: path for error messages. `is_whole`: `tensors` is the complete base.
+    `own_name` is given by the caller: it converts the name of a weight in a checkpoint to the decoder's name, or to
+    None if the decoder does not use this weight. `source`: path for error messages. `is_whole`: True if `tensors`
+    contains all weights of the base; False if the caller reads only some of them.
 
-    Raises ModelFileError for a pair of an unused weight, for two pairs of one weight, and, if `is_whole`, for a pair
-    whose weight is not in `tensors`.
+    Raises ModelFileError if a pair belongs to a weight that the decoder does not use, or if two pairs belong to one
+    weight. If `is_whole`, also raises it for a pair whose weight is not in `tensors`.
     """
     left = {own_name(f"{pair.module}.weight"): pair for pair in pairs}
     if None in left or len(left) < len(pairs):

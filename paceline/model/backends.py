@@ -28,12 +28,13 @@ from paceline.model.torch.recorded_pass import GraphDecoder
 
 
 def settle(settings: EngineConfig) -> EngineConfig:
-    """Return the settings with device and dtype chosen where they are "auto". Also selects the native library's
-    instruction set, `settings.isa`, for the whole process.
+    """Choose a device and a dtype in place of "auto"; returns the settings with these values. Also selects the native
+    library's instruction set, `settings.isa`, for the whole process.
 
     - Device: CUDA if PyTorch sees a GPU, else the CPU.
-    - Dtype: bfloat16 if the device has instructions for it, else float32. On a CPU also bfloat16 if the weights are
-      quantised and the native library multiplies them without dequantising.
+    - Dtype: bfloat16 if the device has instructions for it, else float32.
+    - Exception: on a CPU without these instructions the dtype is also bfloat16 if the weights are quantised and the
+      native library multiplies them in that form.
 
     Raises NativeError if the instruction set is unavailable, ConfigError if the device is missing or unsupported by the
     backend, and ModelNotFoundError, ModelFileError, DownloadError or CacheError if the model cannot be found or
@@ -164,7 +165,8 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a target multiplies by its weights, for reports and measurements."""
+    """Description of how a target computes matrix products: backend, instruction set and weight format. Printed in
+    reports, and recorded with measurements."""
 
     backend: str
     """"native" (the C++ library) or "torch"."""

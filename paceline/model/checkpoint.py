@@ -55,14 +55,15 @@ def load_tensors(path: Path | str, keep_blocks: bool) -> Iterator[tuple[str, Wei
 def load_tensors(
     path: Path | str, keep_blocks: bool = False, is_wanted: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, tensor) for the weights of a Hugging Face folder or GGUF file.
+    """Yield (Hugging Face name, tensor) for the weights of a Hugging Face folder or GGUF file. For an adapter's folder,
+    these are the base's weights with the adapter added.
 
-    Tensors of safetensors keep their dtype; those of GGUF and of FP8 checkpoints are dequantised to float32. For an
-    adapter's folder, these are the base's weights with the adapter added. Raises ModelFileError if a file is missing,
-    truncated or pickled.
+    Tensors of safetensors keep their dtype; those of GGUF and of FP8 checkpoints are dequantised to float32. Raises
+    ModelFileError if a file is missing, truncated or pickled.
 
-    `keep_blocks`: yield quantised matrices of a GGUF file as Blocks; no effect for an adapter's folder. `is_wanted`:
-    read only tensors for whose name it returns True; None: all.
+    `keep_blocks`: yield the quantised matrices of a GGUF file as Blocks, without dequantising them; no effect for an
+    adapter's folder. `is_wanted`: called with each tensor's name; only tensors for which it returns True are yielded.
+    None: all tensors.
     """
     path = existing(path)
     if is_adapter(path):
@@ -95,8 +96,8 @@ def _with_adapter(folder: Path, tensors: Iterator[tuple[str, Tensor]], is_whole:
 def random_tensors(
     config: DecoderConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, random tensor) for every weight of a decoder; norms multiply by 1. Arguments: see
-    `random_weights`."""
+    """Yield (Hugging Face name, random tensor) for every weight of a decoder with this config. The weights of norms are
+    not random: they make each norm's factor 1. `seed`, `device` and `dtype`: see `random_weights`."""
     for name, tensor in random_weights(expected_shapes(config), seed, device, dtype):
         has_offset = name.endswith("norm.weight") and not name.endswith(DELTA_NORM)
         yield name, tensor - config.norm_offset if has_offset and config.norm_offset else tensor
@@ -108,11 +109,12 @@ def random_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, random tensor) for these shapes: normal with mean 0 and standard deviation 0.02. Weights of norms
-    and the factor `layer_scalar` of a layer's output are 1.
+    """Yield (name, tensor) for each of these names and shapes, filled with normal random numbers of mean 0 and standard
+    deviation 0.02. Weights of norms are 1, and also a layer's `layer_scalar`, the factor on its output.
 
-    `device` and `dtype`: those of the model; the tensors have the device and dtype that `drawn_as` returns. The numbers
-    depend on `seed` and, on a GPU, also on device and dtype.
+    `device` and `dtype` are those of the model that will use the weights. The tensors themselves have the device and
+    dtype that `drawn_as` returns for these. Equal seeds give equal numbers; on a GPU, only if device and dtype are also
+    equal.
     """
     draw_device, draw_dtype = drawn_as(torch.device(device), dtype)
     generator = torch.Generator(draw_device).manual_seed(seed)
@@ -123,10 +125,11 @@ def random_weights(
 
 
 def drawn_as(device: torch.device, dtype: torch.dtype) -> tuple[torch.device, torch.dtype]:
-    """Return the (device, dtype) in which random weights of a model with this device and dtype are generated.
+    """Return the (device, dtype) in which the random weights of a model are generated; the arguments are the model's
+    own device and dtype.
 
-    For a GPU they are the model's own, because one CPU thread would take 93 s for 8B parameters. For other devices they
-    are the CPU and float32.
+    For a model on a GPU, weights are generated in the model's own device and dtype, because one CPU thread would take
+    93 s for 8B parameters. For other models they are generated on the CPU in float32.
     """
     return (device, dtype) if device.type == "cuda" else (torch.device("cpu"), torch.float32)
 
@@ -177,8 +180,8 @@ def check_tensors(
 
 
 def check_finite(name: str, weight: Weight, source: Path | str) -> None:
-    """Raise ModelFileError, naming the tensor and `source`, unless all values of a weight are finite floating-point
-    numbers. Only the scales of quantised blocks are checked."""
+    """Raise ModelFileError, naming the tensor and `source`, if a weight's dtype is not floating-point, or if a value is
+    NaN or infinite. For a quantised weight, only the scales of its blocks are checked."""
     if isinstance(weight, Blocks):
         return check_finite(name, weight.scales(), source)
     if not weight.is_floating_point() or weight.is_complex():

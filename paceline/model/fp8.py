@@ -15,9 +15,12 @@ SUFFIX = "_scale_inv"
 
 
 def dense(tensors: Iterable[tuple[str, Tensor]], source: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a checkpoint, with FP8 weights dequantised to float32; other tensors are unchanged.
-    Raises ModelFileError, naming `source`, for an FP8 weight without factors, factors without a weight, or a wrong
-    shape."""
+    """Yield (name, tensor) for a checkpoint's `tensors`, with FP8 weights dequantised to float32. An FP8 weight and its
+    tensor of scale factors become one float32 tensor; all other tensors are unchanged.
+
+    Raises ModelFileError, naming `source`, if an FP8 weight has no scale factors, if scale factors have no weight, or
+    for a wrong shape.
+    """
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
         weight = name.removesuffix(SUFFIX)
@@ -34,8 +37,8 @@ def dense(tensors: Iterable[tuple[str, Tensor]], source: object) -> Iterator[tup
 
 
 def expanded(weight_RC: Tensor, factors: Tensor, name: str) -> Tensor:
-    """Dequantise an FP8 weight [R, C] to float32. `factors` [ceil(R / 128), ceil(C / 128)]: one per block of 128 x 128.
-    Raises ModelFileError, with the tensor's `name`, for a wrong dtype or shape."""
+    """Dequantise an FP8 weight [R, C] to float32. `factors` [ceil(R / 128), ceil(C / 128)]: one scale factor for each
+    block of 128 x 128 values. Raises ModelFileError, with the tensor's `name`, for a wrong dtype or shape."""
     shape = tuple(-(-size // FP8_BLOCK) for size in weight_RC.shape)
     if weight_RC.dtype != torch.float8_e4m3fn or weight_RC.ndim != 2 or tuple(factors.shape) != shape:
         kind = str(weight_RC.dtype).removeprefix("torch.")

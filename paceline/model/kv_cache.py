@@ -111,8 +111,8 @@ class LayeredKVCache(KVCache):
     """KV cache of a model whose layers differ in the number and size of their heads.
 
     `keys` and `values` have one tensor [rows, kv_heads, max_len + slack, head_dim] per layer; a layer that reads
-    another's keys and values shares its tensors. `slack`: scratch positions after each row, for padding tokens of
-    passes of fixed shape.
+    another's keys and values shares its tensors. `slack`: number of scratch positions after each row. Passes of fixed
+    shape write the keys and values of padding tokens to them.
     """
 
     def __init__(
@@ -161,7 +161,8 @@ _TOGETHER = 16
 
 class StaticKVCache(KVCache):
     """KV cache of fixed size. `keys` and `values` are tensors [layers, rows, kv_heads, max_len + slack, head_dim].
-    `slack`: scratch positions after each row, for padding tokens of passes of fixed shape."""
+    `slack`: number of scratch positions after each row. Passes of fixed shape write the keys and values of padding
+    tokens to them."""
 
     def __init__(
         self,

@@ -132,12 +132,12 @@ def as_ours(
     tensors: Iterable[tuple[str, AnyWeight]],
     source: object,
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Convert the tensors of a checkpoint to the decoder's names; yields (name, tensor). `expected`: the decoder's
-    names -> shapes.
+    """Convert a checkpoint's `tensors` to the decoder's layout; yields (name, tensor). `expected`: the decoder's names
+    -> shapes.
 
-    Tensors are renamed as in this model family, unused ones are dropped, fused tensors and stacks of all experts are
-    split. Tensors with unknown names are yielded unchanged. Raises ModelFileError, naming `source`, if a fused tensor
-    has not as many rows as its parts together.
+    Tensors get the decoder's names, and tensors that the decoder does not use are dropped. Fused tensors, and stacks of
+    all experts, are split. Tensors with unknown names are yielded unchanged. Raises ModelFileError, naming `source`, if
+    a fused tensor does not have as many rows as its parts together.
     """
     for name, tensor in taken_apart(config, _renamed(config, tensors), source):
         if name in expected:

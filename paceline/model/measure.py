@@ -21,18 +21,16 @@ find such times."""
 
 
 def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
-    """Measure the time of target passes of several sizes, up to `most` tokens; the result interpolates other sizes. All
-    rows of the cache must be free.
+    """Measure the time of target passes of several sizes, up to `most` tokens. Returns the costs, interpolated for
+    other sizes. All rows of the cache must be free.
 
-    - On CUDA the sizes are 1, 8, 16, 64, 128, 256, ... and `most`, with at most `width` tokens per row (None: as many
-      as a row holds).
-    - On other devices the sizes are powers of two, in as few rows as can hold them.
-
-    Each size runs once untimed and then up to 8 times; its fastest run counts. Sizes that would exceed 0.3 seconds for
-    all runs are left out.
-
-    One token and the largest size up to `width` (None: up to `most`) are always measured, because plans depend on the
-    ratio of their times. Each runs until two of its runs differ by at most 20%, or until all runs have taken 3 seconds.
+    - Sizes: on CUDA 1, 8, 16, 64, 128, 256, ... and `most`; on other devices powers of two.
+    - Tokens per row: on CUDA at most `width` (None: as many as a row holds); on other devices as many as a row holds.
+    - Runs: each size runs once untimed, then up to 8 times, and its fastest run counts. A run that would bring the
+      total above 0.3 seconds is skipped, so large sizes may have no measurement.
+    - Two sizes are always measured, because plans depend on the ratio of their times: one token, and the largest size
+      up to `width` (None: up to `most`). Their runs continue until two times differ by at most 20%, or until all runs
+      have taken 3 seconds.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]

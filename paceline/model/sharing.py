@@ -28,8 +28,8 @@ _COPY, _READ = "copy", "read"
 
 
 class Owner(Protocol):
-    """Protocol of a target for `sharing`: its KV cache, and `shared`, the matrices and cache tensors that its drafters
-    share."""
+    """Protocol of a target whose drafters can share memory by `sharing`. `shared`: the matrices and cache tensors that
+    its drafters have in common; `cache`: the target's KV cache."""
 
     @property
     def shared(self) -> WeakValueDictionary[Hashable, Any]: ...
@@ -52,12 +52,12 @@ _present: ContextVar[_Sharing | None] = ContextVar("sharing", default=None)
 
 @contextlib.contextmanager
 def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
-    """Context manager in which a new drafter of `target` shares memory with the target's earlier drafters. Inside it,
-    in this thread, `matrix`, `copied`, `once` and `cache_tensor` return an equal item of an earlier drafter if there is
-    one.
+    """Context manager for binding a new drafter to `target`, in which the drafter shares memory with drafters that were
+    bound earlier. Within it, `matrix`, `copied`, `once` and `cache_tensor` return a matrix or tensor of an earlier
+    drafter if it has the same content or, for caches, the same shape.
 
-    Yields a dict (`Held`) of the shared matrices that the new drafter uses, filled as they are made. `has_weights`
-    False: share only cache tensors, because training changes weights in place.
+    Yields a dict (`Held`) that lists the shared matrices of the new drafter, and grows as they are made. `has_weights`
+    False: share only cache tensors. Use this for training, which changes weights in place.
     """
     token = _present.set(now := _Sharing(target, has_weights=has_weights))
     try:
@@ -67,11 +67,12 @@ def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
 
 
 def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_bytes: Callable[[T], int]) -> T:
-    """Return a matrix made from the tensors `sources`. Within `sharing`, an existing one with equal `sources` and
-    `form` is returned; otherwise the result of `make()`, which is shared from then on.
+    """Return a matrix made from the tensors `sources`, such as weights packed for a device. Within `sharing`, a matrix
+    that an earlier drafter made from tensors of the same content, with equal `form`, is returned in its place.
 
-    `form`: everything else that the matrix depends on, such as its format. `num_bytes` returns a matrix's size. Outside
-    `sharing`, or if `has_weights` is False there, the matrix is new and not shared.
+    `make`: called to create the matrix if no existing one can be returned; within `sharing`, later drafters can use the
+    new one. `form`: everything else that the matrix depends on, such as its format. `num_bytes`: returns a matrix's
+    size in bytes. Outside `sharing`, and with its option `has_weights` False, nothing is shared.
     """
     now = _present.get()
     if now is None or not now.has_weights:
@@ -85,25 +86,32 @@ def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_by
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor; within `sharing`, an equal copy of another drafter if there is one."""
+    """Return a copy of a tensor. Within `sharing`, returns the copy that another drafter already made of a tensor with
+    the same content, if there is one."""
     return matrix(tensor.clone, [tensor], _COPY, num_bytes=lambda copy: copy.nbytes)
 
 
 def once(tensor: Tensor) -> Tensor:
-    """Return the tensor itself; within `sharing`, an equal tensor of another drafter if there is one."""
+    """Return the tensor itself, without a copy. Within `sharing`, returns another drafter's tensor with the same
+    content in its place, if there is one."""
     return matrix(lambda: tensor, [tensor], _READ, num_bytes=lambda same: same.nbytes)
 
 
 def is_as_read(key: Hashable) -> bool:
-    """Return True if `key`, of `Held`, belongs to a tensor from `copied` or `once`: a weight as it was read from a
-    file. It is not packed for a target, so it stays valid when its drafter is bound again."""
+    """Return True if `key`, a key of `Held`, belongs to a tensor from `copied` or `once`, which is still as it was read
+    from a file. Such tensors stay valid when their drafter is bound again; other matrices are packed for one target,
+    and are then replaced."""
     return isinstance(key, tuple) and key[0] in (_COPY, _READ)
 
 
 def cache_tensor(make: Callable[[], Tensor], shape: tuple[int, ...], *form: Hashable) -> Tensor:
-    """Return a tensor for a KV cache, made by `make`; within `sharing`, that of another drafter's cache with equal
-    `shape` and `form`. `form`: everything else that must be equal, such as the dtype and whether it holds keys or
-    values."""
+    """Return a tensor for a drafter's KV cache. Within `sharing`, returns the tensor of another drafter's cache with
+    equal `shape` and `form`, if there is one: drafters of a target can use one cache because each row belongs to one
+    drafter at a time.
+
+    `make`: called to create the tensor if no existing one can be returned. `form`: everything else that must be equal,
+    such as the dtype and whether the tensor is for keys or values.
+    """
     now = _present.get()
     if now is None:
         return make()

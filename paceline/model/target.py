@@ -162,8 +162,8 @@ class Target(ABC):
 
     @property
     def shared(self) -> WeakValueDictionary[Hashable, Any]:
-        """Matrices and cache tensors that drafters of this target share (`model/sharing.py`), while any drafter uses
-        them."""
+        """Matrices and cache tensors that several drafters of this target use (`model/sharing.py`). An entry disappears
+        with the last drafter that uses it."""
         if self._shared is None:
             self._shared = WeakValueDictionary()
         return self._shared
@@ -197,14 +197,15 @@ class Target(ABC):
 
     @property
     def recording_s(self) -> float:
-        """Seconds spent so far on capturing CUDA graphs, which measured times of decoding rounds exclude."""
+        """Seconds spent so far on capturing CUDA graphs. Measured times of decoding rounds exclude them."""
         return 0.0 if self.recorder is None else self.recorder.seconds
 
     def record(self, most_count: int) -> None:
-        """Capture decode passes as CUDA graphs for any number of rows, with up to `most_count` tokens per row.
+        """Capture decode passes as CUDA graphs for any number of rows, with up to `most_count` tokens per row. Does
+        nothing if `recorder` is None.
 
-        Later passes replay the graphs, which return the outputs of the layers tapped now. Capturing takes seconds on
-        CUDA, and does nothing if `recorder` is None. `allocate_cache` discards the graphs.
+        Later passes replay the graphs. Call this after `set_taps`: a graph returns the outputs of the layers that were
+        tapped when it was captured. `allocate_cache` discards the graphs. On CUDA, capturing takes seconds.
         """
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

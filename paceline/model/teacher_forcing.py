@@ -15,9 +15,9 @@ CHUNK = 256
 
 
 class ForcedReader:
-    """Computes a model's logits at the tokens of given texts.
+    """Computes the logits with which a model predicts the tokens of given texts, for scoring and distillation.
 
-    Occupies one row of the model's KV cache until `close`. The engine of the model must be idle until then.
+    Occupies one row of the model's KV cache until `close`. The model's engine must be idle until then.
     """
 
     def __init__(self, target: Target) -> None:
@@ -37,7 +37,8 @@ class ForcedReader:
         """Yields the tokens from index `first` (at least 1) on, in chunks of T tokens, with the logits [T, V] that
         predict them. The logits of a chunk are valid until the next chunk is requested.
 
-        The prefix before `first` that the previous call has read too is not computed again.
+        `tokens`: the whole text. If its beginning equals that of the previous call's text, the common tokens before
+        `first` are not computed again.
         """
         common = num_common(self._cached, tokens[: first - 1])
         self._cached = tokens[:common]

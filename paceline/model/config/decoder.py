@@ -165,8 +165,8 @@ class DecoderConfig:
 
 
 def has_llama_layers(family: str) -> bool:
-    """Return True if this family's layers are like Llama's, apart from biases of the QKV projection and norms of
-    queries and keys, so that a draft layer can be initialised from one of them."""
+    """Return True if this family's layers are built like Llama's, so that a draft layer can be initialised from one of
+    them. Biases of the QKV projection, and norms of queries and keys, are the only differences allowed."""
     traits = next(keys["traits"] for keys in FAMILIES.values() if keys["family"] == family)
     return "numbers" not in traits and traits.get("fields", {}).keys() <= {"qkv_bias", "qk_norm"}
 

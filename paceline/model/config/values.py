@@ -43,8 +43,8 @@ def is_whole(value: object) -> bool:
 def whole(values: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1) -> int:
     """Return the integer `values[key]`, or `default` if the key is missing or null.
 
-    Raises ModelFileError, naming `path`, if there is no value, or if it is not an integer from `least` to 2^31 - 1
-    (number of layers: 4096).
+    Raises ModelFileError, naming `path`, if there is neither a value nor a default, or if the value is not an integer
+    from `least` to 2^31 - 1. The maximum of `num_hidden_layers` is 4096.
     """
     value: Any = default if values.get(key) is None else values[key]
     most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
@@ -58,7 +58,7 @@ def whole(values: dict[str, Any], key: str, path: Path, default: int | None = No
 
 def fraction(values: dict[str, Any], key: str, default: float, path: Path, above: float = 0.0) -> float:
     """Return the number `values[key]` as a float, or `default` if the key is missing or null. Raises ModelFileError,
-    naming `path`, unless it is larger than `above` and smaller than 1e18."""
+    naming `path`, unless the value is a number larger than `above` and smaller than 1e18."""
     value = values.get(key)
     if value is None:
         return default

@@ -17,11 +17,11 @@ PATTERN, LISTED = "attention.sliding_window_pattern", ("attention.head_count_kv"
 
 
 def first_of_lists(file: GGUFFile, arch: str, *, may_differ: bool) -> GGUFFile:
-    """Return a copy of `file` with single numbers in place of lists: the numbers of key heads and the MLP widths of all
-    layers become those of the first.
+    """Return a copy of `file` whose metadata has one number of key heads and one MLP width for the whole model. Where
+    the metadata lists a number per layer, the first layer's number replaces the list.
 
-    `arch`: llama.cpp's name of the model family. Unless `may_differ`, raises UnsupportedModelError if a list's numbers
-    differ.
+    `arch`: llama.cpp's name of the model family. `may_differ`: accept lists with different numbers; otherwise such a
+    list raises UnsupportedModelError.
     """
     firsts = dict[str, int]()
     for key in (f"{arch}.{key}" for key in LISTED):
@@ -43,9 +43,9 @@ def _numbers(file: GGUFFile, key: str) -> list[int]:
 def window_keys(file: GGUFFile, arch: str, rule: str | int | None) -> dict[str, Any]:
     """Build the keys of config.json that state which layers have a sliding window.
 
-    `arch`: llama.cpp's name of the model family. `rule`: which of its layers have a window (`windows` in
-    families.json); None: windows are not implemented for it. Raises UnsupportedModelError if the file contradicts the
-    rule.
+    `arch`: llama.cpp's name of the model family. `rule`: states which layers of this family have a window, such as
+    "all" or 6 (all but every sixth); see `windows` in families.json. None: paceline does not implement windows for this
+    family. Raises UnsupportedModelError if the file's windows contradict the rule or are not implemented.
     """
     window, key = file.get(f"{arch}.attention.sliding_window", int) or None, f"{arch}.{PATTERN}"
     slides = file.array(key, bool) if window and file.length(key) else []
@@ -68,8 +68,9 @@ def window_keys(file: GGUFFile, arch: str, rule: str | int | None) -> dict[str, 
 def keys_by_layer(file: GGUFFile, arch: str, divisors: str) -> dict[str, Any]:
     """Build the keys of config.json that describe layers of different sizes (Gemma 4).
 
-    `arch`: llama.cpp's name of the model family. `divisors`: name of the tensor that divides the RoPE frequencies of
-    layers with full attention. Raises ModelFileError or UnsupportedModelError, naming the metadata key or the tensor.
+    `arch`: llama.cpp's name of the model family. `divisors`: name of a tensor in the file, which contains a divisor for
+    each RoPE frequency of the layers with full attention. Raises ModelFileError or UnsupportedModelError, naming the
+    metadata key or the tensor.
     """
     num_layers, slides = file.get(f"{arch}.block_count", int) or 0, file.array(f"{arch}.{PATTERN}", bool)
     kv_heads, inner = (_numbers(file, f"{arch}.{key}") for key in LISTED)

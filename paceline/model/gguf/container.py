@@ -109,7 +109,8 @@ class GGUFFile:
         return value.length if isinstance(value, _Array) else 0
 
     def read(self, stored: StoredTensor) -> np.ndarray:
-        """Read a tensor's bytes, uint8 [..., bytes per row]. Raises ModelFileError if the file became shorter."""
+        """Read a tensor's bytes, uint8 [..., bytes per row]. Raises ModelFileError if the file has become shorter since
+        it was opened."""
         data = np.fromfile(stored.path, dtype=np.uint8, count=stored.num_bytes, offset=stored.start)
         if len(data) != stored.num_bytes:
             raise ModelFileError(f"{stored.path} became shorter while it was read: fetch it again")

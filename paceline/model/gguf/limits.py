@@ -9,8 +9,8 @@ from paceline.model.gguf.container import GGUFFile
 
 
 def refuse_unread(file: GGUFFile, arch: str) -> None:
-    """Raise UnsupportedModelError, naming the metadata key, for a setting that changes the computation and is not
-    implemented. `arch`: llama.cpp's name of the model family."""
+    """Raise UnsupportedModelError, naming the metadata key, if the file has a setting that changes the model's
+    computation and that paceline does not implement. `arch`: llama.cpp's name of the model family."""
     head_dim, rotated = (file.get(f"{arch}.{key}", int) for key in ("attention.key_length", "rope.dimension_count"))
     rope_type, factor = file.get(f"{arch}.rope.scaling.type", str), file.get(f"{arch}.rope.scaling.factor", float)
     attention_factor = file.get(f"{arch}.rope.scaling.attn_factor", float)

@@ -117,10 +117,10 @@ def decimal(value: float | None) -> float | None:
 
 
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, tensor) for each tensor, in the file's order, converted or dequantised to float32.
+    """Yield (Hugging Face name, tensor) for each tensor, in the file's order, as float32.
 
-    With `keep_blocks`, matrices stay as they are stored: float16 and bfloat16, or quantised ones as Blocks. Block types
-    that the native library cannot multiply are still dequantised, with a warning.
+    With `keep_blocks`, matrices are not converted: quantised ones are yielded as Blocks, and float16 and bfloat16 ones
+    keep their dtype. Quantised matrices that the native library cannot multiply are still dequantised, with a warning.
     """
     file = open_gguf(path)
     arch = _architecture(file)[0]
@@ -286,8 +286,8 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
 
 
 def special_token(file: GGUFFile, kind: str) -> int | None:
-    """Return the id of a special token, or None if the file does not name one. `kind`: bos, eos, unknown, ... Raises
-    ModelFileError if the id is out of range."""
+    """Return the id of the special token `kind`, such as bos, eos or unknown; None if the file's metadata has no id for
+    it. Raises ModelFileError if the id is out of range."""
     key = f"tokenizer.ggml.{kind}_token_id"
     token, num_tokens = file.get(key, int), file.length("tokenizer.ggml.tokens")
     if token is not None and not 0 <= token < num_tokens:

@@ -57,8 +57,9 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
 
 
 def config_json_of(source: Path) -> dict[str, Any]:
-    """Return config.json of a GGUF file or folder as a dict. For a GGUF file it includes the token ids of bos, eos and
-    pad. Raises UnsupportedModelError if Transformers has no equivalent of the file's RoPE scaling."""
+    """Return a model's config.json as a dict: that of a Hugging Face folder unchanged, that of a GGUF file built from
+    its metadata for use by Transformers. The latter includes the token ids of bos, eos and pad. Raises
+    UnsupportedModelError if Transformers has no equivalent of the GGUF file's RoPE scaling."""
     shape = checkpoint.config_json(source)
     if base_of(source).is_dir():
         return shape

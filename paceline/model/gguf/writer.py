@@ -41,9 +41,11 @@ def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embed
     """Convert the model in `folder` to a GGUF file `target`; returns `target`. `like`: a GGUF file of the same model
     family, from which everything except weights is copied.
 
-    Formats are q8_0, q4_1, bf16 and f32. Embedding and head have format `embedding` if it is given, all other matrices
-    `form`, vectors f32. A tensor that equals the one in `like`, up to rounding to bfloat16, keeps its format there;
-    except query and key projections of Llama models, and embedding and head if `embedding` is another format.
+    - Formats of matrices are q8_0, q4_1, bf16 and f32; vectors are f32.
+    - `form`: format of the matrices. `embedding`: format of embedding and head; None: `form`.
+    - A tensor that `like` also contains, with the same values up to rounding to bfloat16, is copied from `like` in its
+      format. This does not apply to query and key projections of Llama models, or to embedding and head if `embedding`
+      is a different format.
 
     Raises UnsupportedModelError if `like` is not a GGUF file or has another architecture or other sizes, if a format or
     the architecture cannot be written, or if a matrix's rows do not divide into blocks; CacheError if writing fails.
@@ -136,8 +138,8 @@ def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
 
 
 def gguf_name(name: str) -> str:
-    """Convert a Hugging Face tensor name to llama.cpp's. Raises UnsupportedModelError for a tensor without a name
-    there."""
+    """Convert a Hugging Face tensor name to llama.cpp's. Raises UnsupportedModelError if llama.cpp has no name for this
+    tensor."""
     base, _, kind = name.rpartition(".")
     if base in _TOP:
         return f"{_TOP[base]}.{kind}"

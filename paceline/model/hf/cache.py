@@ -158,8 +158,8 @@ def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
 
 
 def is_unused(layer: Any) -> bool:
-    """Return True if a cache layer for recurrent state is still empty after a pass: the model keeps its state outside
-    the cache, as RecurrentGemma does."""
+    """Return True if a cache layer for recurrent state is still empty after a pass. The model then keeps its state
+    outside the cache, as RecurrentGemma does, so paceline cannot run it."""
     conv, recurrent = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
     return conv is not None and recurrent is not None and tensor_bytes([*conv.values(), *recurrent.values()]) == 0
 

@@ -37,8 +37,8 @@ _UNLIMITED = 1 << 20
 
 
 class HFTarget(Target):
-    """A target that runs a Transformers causal language model, `model`, which is on its device and is put into eval
-    mode.
+    """A target that runs `model`, a causal language model of Transformers, which must already be on its device. The
+    model is set to eval mode.
 
     Raises UnsupportedModelError if the model has no LM head, or cannot use Transformers' DynamicCache.
     """
@@ -121,9 +121,10 @@ class HFTarget(Target):
         """Replace `cache` by an empty one; its memory is allocated as rows grow. Raises ContextLengthError if `max_len`
         is beyond the model's context.
 
-        LongRoPE models (Phi-3, Phi-4 128k) use their short RoPE factors at every position if `max_len` is at most the
-        original training length, otherwise the long ones. Models that also scale attention by text length
-        (`short_mscale`, `long_mscale`) raise ContextLengthError beyond that length.
+        LongRoPE models (Phi-3, Phi-4 128k) have two sets of RoPE factors: one for texts up to the original training
+        length, and one for longer texts. `max_len` selects the set for all texts. Some of these models also scale
+        attention differently in longer texts (`short_mscale`, `long_mscale`): they raise ContextLengthError if
+        `max_len` needs the second set.
         """
         self.check_len(max_len)
         for module in self.model.modules():

@@ -183,8 +183,9 @@ class NativeDeltaCache(DeltaCache, NativeKVCache):
     """A NativeKVCache with the recurrent data (float32) of gated delta net layers."""
 
     def show(self, view: CCache) -> None:
-        """Write the addresses of recurrent states and pending windows (updates not yet in a state) into `view`. The
-        cache must outlive it. Call this again after the cache has enlarged its windows."""
+        """Write the memory addresses of recurrent states and pending windows (updates not yet in a state) into the C
+        struct `view`. The cache must not be freed while the struct is in use. Call this again after a pass has enlarged
+        the cache's windows."""
         memories = [CMemory(*map(pointer, memory.tensors())) for memory in self.memories]
         view.memories, view.room = (CMemory * len(memories))(*memories), self.room
 
@@ -201,8 +202,9 @@ def native_cache(
 
 
 def padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
-    """Return (head_dim, slack) as the native library stores them. `slack`, the number of scratch positions after
-    `max_len`, is increased until each row has a multiple of 16 positions."""
+    """Return the (head_dim, slack) with which the native library stores a cache. head_dim is the config's, rounded up
+    as the library requires. `slack`, the number of scratch positions after `max_len`, is increased until each row has a
+    multiple of 16 positions."""
     return native.require().pn_padded_head_dim(config.head_dim), slack + -(max_len + slack) % native.KEYS
 
 
@@ -225,9 +227,9 @@ def native_model(
 ) -> Model:
     """Create a model of the native library.
 
-    `layers`: for each layer, the fields of the C struct CLayer: name -> matrix, float32 vector or number. `parts`: such
-    fields of CConfig that do not follow from `config`, such as the LM head. `max_len`: positions per row of the cache.
-    `first_position`: RoPE position of a row's first position.
+    `layers`: for each layer, the fields of the C struct CLayer: name -> matrix, float32 vector or number. `parts`:
+    fields of the C struct CConfig that are not derived from `config`, such as the LM head. `max_len`: positions per row
+    of the cache. `first_position`: the position, for RoPE, of the first token in each row.
     """
     tables = {"": rope_tables(config, first_position + max_len)}
     if "local" in config.ropes:

@@ -150,7 +150,8 @@ def library_path() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Load the library. Returns None if it is missing, PACELINE_NATIVE=0 or, with a warning, it cannot be used."""
+    """Load the native library. Returns None if PACELINE_NATIVE=0, or if the library's file is missing. Also returns
+    None, with a warning, if the file cannot be used."""
     path = library_path()
     if os.environ.get("PACELINE_NATIVE") == "0" or not path.is_file():
         return None
@@ -179,7 +180,7 @@ def require() -> ctypes.CDLL:
 
 
 def multiplies_blocks(dtype: torch.dtype) -> bool:
-    """Return True if products in `dtype` are faster with quantised blocks than with dense weights on this processor."""
+    """Return True if products in `dtype` are faster with quantised than with dense weights on this processor."""
     return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
 
 
@@ -235,9 +236,9 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Set n rows from `first_row` on, all in one part (rows of one format). A dense part takes `source` [n, cols]
-        in its dtype; a bfloat16 part also float32, a float32 part also bfloat16 and float16. A quantised part takes
-        GGUF blocks of type `format`, uint8 [n, bytes]."""
+        """Set n rows from `first_row` on, all in one part. A dense part takes `source` [n, cols] in its own dtype; a
+        bfloat16 part also converts float32, a float32 part also bfloat16 and float16. A quantised part takes GGUF
+        blocks of type `format`, uint8 [n, bytes]."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
@@ -265,7 +266,8 @@ class Matrix:
 
 
 class Model:
-    """A decoder model of the native library, built from its C struct. `keep`: objects that own the struct's memory."""
+    """A decoder model of the native library, built from its C struct. `keep`: objects that own the struct's memory;
+    they live as long as the model."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -311,7 +313,7 @@ class Buffers:
             self.room(name, len(numbers))[: len(numbers)] = numbers
 
     def fill_parents(self, parents: list[int] | None) -> None:
-        """Set each token's parent in a tree: its index within the row's tokens, or -1. None: all rows are chains."""
+        """Set each token's parent in a tree, as an index among the row's tokens, or -1. None: all rows are chains."""
         self.work.parents = None
         if parents is not None:
             self.fill(parents=parents)
@@ -321,7 +323,8 @@ class Buffers:
 def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Return ids and log-probabilities of each row's top `count` tokens; logits: contiguous float32 on CPU."""
+    """Return ids and log-probabilities of each row's `count` most probable tokens in softmax(logits *
+    inverse_temperature). logits_KV: contiguous float32 on CPU."""
     rows, size = logits_KV.shape
     ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
     check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))
@@ -351,8 +354,7 @@ class Picker:
         - columns, tokens: int32 [B, K, M], the candidates' logits columns and token ids.
         - scores: float32 [B, K, M, M]; [b, k, i, j] scores candidate j of position k after candidate i of position k -
           1 (k = 0: after anchors[b], the row's last token).
-        - logits_BKV: float32, contiguous.
-        - hidden_BKD: final hidden states, in the dtype of the matrix `gate`, contiguous within a row.
+        - logits_BKV: float32, contiguous. hidden_BKD: final hidden states, contiguous within a row.
         """
         num_rows, slots, size = logits_BKV.shape
         assert hidden_BKD.stride()[1:] == (hidden_BKD.shape[2], 1)

@@ -16,8 +16,8 @@ from paceline.model.native.library import Matrix, padded_rows
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
     """Stack matrices [n_i, cols] into one; if there are several, each is padded to a multiple of 16 rows.
 
-    `dtype`: dtype of products with the matrix. Quantised blocks and bfloat16 weights keep their format, and float16
-    weights if `dtype` is float32. Other weights are converted to `dtype`.
+    `dtype`: dtype of products with the matrix. Weights are converted to it, except those that keep their format:
+    quantised blocks, bfloat16 weights and, if `dtype` is float32, float16 weights.
     """
     sources = [weight.data if isinstance(weight, Blocks) else weight for weight in weights]
     forms = [_form(weight, dtype) for weight in weights]

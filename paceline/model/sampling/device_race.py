@@ -65,8 +65,8 @@ def exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
 def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return ids and log-probabilities [B, J, count] of the most probable tokens at each position, best first.
 
-    Log-probabilities are those of softmax(logits * inverse temperature), for greedy rows (inverse temperature 0) of
-    softmax(logits); NaN where the largest logit is not finite.
+    Log-probabilities are those of softmax(logits * inverse temperature); greedy rows, whose inverse temperature is 0,
+    use softmax(logits). They are NaN where the largest logit is not finite.
     """
     scale_B = inverse_temperature_B.masked_fill(inverse_temperature_B == 0, 1.0).float()
     return top_of(logits_BJV.float() * scale_B[:, None, None], min(count, logits_BJV.shape[-1]))
@@ -78,7 +78,8 @@ def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
 
     In three cases the result is not a sampled token:
     - FAILED (-1): the logits are invalid.
-    - WHOLE (-2): the most probable tokens do not decide the race; the caller must call `race.race`.
+    - WHOLE (-2): the result depends on tokens other than the most probable ones, which are all that this function
+      reads. The caller must sample with `race.race`.
     - Results of rows with greedy requests are meaningless.
     """
     num_vocab = logits_BJV.shape[-1]
@@ -152,9 +153,11 @@ def foreseen(
     Returns two tensors [B, K]: the predicted token ids, -1 (FAILED) where logits are not finite, and the log of the
     estimated probability that the target samples this token.
 
-    position_BK: each token's index in its text. draft_ids: token id of each logits column; None: column i is token i.
-    scale: factor on the drafter's log-probabilities. spread: scale of the Gumbel error assumed for each token's score;
-    affects only the returned probability.
+    - position_BK: each token's index in its text.
+    - draft_ids: token id of each logits column; None: column i is token i.
+    - scale: factor on the drafter's log-probabilities; below 1 if the drafter is more confident than the target.
+    - spread: assumed size of the drafter's error in log-probabilities. A larger one lowers the returned probabilities;
+      the predicted tokens do not depend on it.
     """
     ids_BKM, logprobs_BKM = top_logprobs(logits_BKV, draws.inverse_temperature_B, FIELD)
     tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]

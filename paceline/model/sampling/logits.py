@@ -182,8 +182,8 @@ def top_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def sample(weights_V: Tensor, draw: float) -> int:
-    """Sample by inverse transform: return the first token at which the running sum of `weights_V` exceeds `draw`, in
-    [0, 1), times the total.
+    """Sample by inverse transform: return the first token at which the running sum of `weights_V` exceeds `draw` times
+    the sum of all weights. `draw`: a uniform random number in [0, 1).
 
     Weights are non-negative; tokens of weight 0 are never returned, despite rounding. Raises NumericsError if their sum
     is not positive and finite.

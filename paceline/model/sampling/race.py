@@ -29,11 +29,12 @@ FILTERED = 128
 
 
 def race(logits_V: Tensor, params: SamplingParams, noise: Noise) -> int:
-    """Sample a token from logits [V] by an exponential race, with the probabilities of `target_probs`, exactly except
-    for rounding.
+    """Sample a token from logits [V] by an exponential race: each token's exponential random number is divided by the
+    token's probability, and the smallest quotient wins. The probabilities are those of `target_probs`, except for
+    rounding.
 
-    `noise`: random numbers of the token's position. The winner depends on logits, parameters and `noise` alone. Raises
-    NumericsError if the largest logit is not finite or any is NaN.
+    `noise`: random numbers for this position of this text. The result depends only on logits, parameters and `noise`.
+    Raises NumericsError if the largest logit is not finite or any is NaN.
     """
     is_filtered = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
     inverse_temperature = 1.0 / max(params.temperature, MIN_TEMPERATURE)

@@ -43,7 +43,8 @@ def chat_text(
     the model to continue.
 
     Raises PromptError if the template fails. Raises MessageError, a PromptError that names the field, for malformed
-    messages, for a last message that cannot be continued, and for `variables` that the conversation sets itself.
+    messages, for a last message that cannot be continued, and if `variables` contains messages, tools or
+    add_generation_prompt.
     """
     if reserved := RESERVED & (variables or {}).keys():
         name = min(reserved)

@@ -67,8 +67,8 @@ class ChatTemplate:
         self._template = _one_line_errors(lambda: _environment().from_string(source))
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Render the template; returns the prompt text. Raises TemplateError if the template rejects the messages,
-        fails, or exceeds a limit."""
+        """Render the template with these variables; returns the prompt text. Raises TemplateError if the template
+        rejects the messages, fails, or exceeds a limit on its time, text or size."""
         return _one_line_errors(lambda: self._template.render(variables))
 
 

@@ -96,8 +96,9 @@ class Tokenizer:
 
     @property
     def end_token_id(self) -> int | None:
-        """Id of the token that ends an answer: eos_token, if it is one of the model's end tokens, else the only end
-        token if there is exactly one, else None."""
+        """Id of one token that ends an answer. This is eos_token if the model's end tokens include it; otherwise the
+        model's only end token. None if there is no end token, or if there are several and eos_token is not one of
+        them."""
         ends = self.eos_token_ids
         own = self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
         return own if own in ends else ends[0] if len(ends) == 1 else None
@@ -167,10 +168,11 @@ class Tokenizer:
         return {each.content: token for token, each in self.backend.get_added_tokens_decoder().items() if each.special}
 
     def split_stop(self, stop: tuple[str, ...], *, are_hidden: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Split stop strings into (strings to search in the decoded text, ids of those that are special tokens).
+        """Separate stop strings that are special tokens from the others. Returns (strings to search in the decoded
+        text, ids of the special tokens).
 
-        `are_hidden`: special tokens are omitted from decoded text. SamplingError is then raised for a stop string that
-        contains a special token and other text, because it could never occur.
+        `are_hidden`: special tokens are omitted from decoded text. A stop string of a special token and other text
+        could then never occur, and raises SamplingError.
         """
         texts, tokens = list[str](), list[int]()
         for each in stop:
@@ -273,8 +275,8 @@ class TextStream:
         """The stop string that ended the text, or ""."""
 
     def push(self, tokens: list[int]) -> tuple[str, int | None]:
-        """Add tokens; returns (text that became final, count). The count is None, or the number of these tokens up to
-        the end of the stop string that ended the text."""
+        """Add tokens; returns (text that became final, count). The count is None while no stop string has occurred.
+        Otherwise it states how many of `tokens` were used, including the one that completed the stop string."""
         if not self._stop:
             return self._detokenizer.push(tokens), None
         shown = ""
@@ -305,7 +307,8 @@ class TextStream:
 
 
 def num_undecided(text: str, strings: tuple[str, ...]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of one of `strings`, and so may begin it."""
+    """Return how many characters at the end of `text` may be the beginning of one of `strings`: the length of the
+    longest suffix of `text` that is a proper prefix of one."""
     sizes = range(min(max(map(len, strings)) - 1, len(text)), 0, -1)
     return next((size for size in sizes if any(each.startswith(text[-size:]) for each in strings)), 0)
 

@@ -26,8 +26,9 @@ def with_tools(
     """Convert normalised messages and tools to the form that a chat template reads: returns (messages, template
     variables).
 
-    A template that uses a variable `tools` gets the tools in it; for others, tools, calls and results become text.
-    `template`: its source, None for a model without one. Raises PromptError for too deeply nested JSON.
+    If the template uses a variable `tools`, the tools are passed in this variable. Otherwise tools, calls and results
+    are written into the messages as text. `template`: source of the template, None for a model without one. Raises
+    PromptError for too deeply nested JSON.
     """
     is_native = bool(template and re.search(r"\btools\b", template))
     plain = [_native(message) if is_native else _as_text(message) for message in messages]
@@ -43,7 +44,7 @@ def with_tools(
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
     """Return the JSON schema, as text, that a call of one of these tools must match. Raises PromptError if two tools
-    define one schema name (in "$defs" or "definitions") differently."""
+    define the same name (in "$defs" or "definitions") with different schemas."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool["function"], definitions) for tool in tools]
     return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)

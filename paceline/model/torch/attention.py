@@ -161,7 +161,8 @@ class AttentionPlan:
 
 
 def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores = PLAIN) -> Tensor:
-    """Compute the attention output [T, heads * head_dim] for cache rows with equally many queries, row after row in T.
+    """Compute the attention output [T, heads * head_dim] for adjacent cache rows that all have the same number of
+    queries. query_THD contains the queries of the first row, then those of the second, and so on.
 
     keys, values: cache positions to attend to, [rows, kv_heads, positions, head_dim]. mask: numbers added to the
     scores, [rows, 1, query heads per key head * queries per row, positions].

@@ -148,18 +148,19 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture every shape of the grid that was not tried before."""
+        """Capture a region for every shape of the grid. Shapes that were captured before, or failed, are skipped."""
         for shape in self.grid.shapes:
             if shape not in self._regions:
                 self._add(shape)
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """Return the captured region of the grid's smallest shape with at least the size `needed` in every dimension.
-        It is captured first, if it was not yet and `Recorder.records_late` is True.
+        """Return the captured region for work of size `needed` in each dimension, such as (rows, tokens per row). Its
+        shape is the smallest of the grid that is large enough.
 
-        Returns None without such a region, and counts this in `Recorder.eager`; the caller then computes the work
-        without a graph.
+        If that shape is not captured yet, it is captured now, but only if `Recorder.records_late` is True. Returns None
+        if no region is available, and counts this in `Recorder.eager`; the caller then computes the work without a
+        graph.
         """
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:

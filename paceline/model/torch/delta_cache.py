@@ -92,6 +92,7 @@ class FixedStage:
         - committed_B: positions that each row's recurrent state contains.
         - room: size of the pending window.
         - relation_2BJ: depth of each token in its tree, and a bit mask of its ancestors and itself.
+        - live_T: mask of valid tokens; the others are padding.
         """
         depths_BJ, bits_BJ = relation_2BJ
         held_B = (starts_B - committed_B).masked_fill(counts_B == 0, 0)
@@ -99,8 +100,9 @@ class FixedStage:
         return cls(counts_B, gone_B, held_B - gone_B, depths_BJ, bits_BJ, live_T)
 
     def whole(self, room: int, kernel: int) -> Stage:
-        """Convert this to an equivalent `Stage`, for PyTorch operations; its fields `most_*` are upper bounds. `room`:
-        size of the pending window; `kernel`: number of inputs of the convolution."""
+        """Convert this to an equivalent `Stage`, which PyTorch operations can compute. Its fields `most_*` are upper
+        bounds, because the row lengths are known only on the device. `room`: size of the pending window; `kernel`:
+        number of inputs of the convolution."""
         num_rows, count = self.bits_BJ.shape
         device = self.bits_BJ.device
         slot_J, rows_B = torch.arange(count, device=device), torch.arange(num_rows, device=device)
@@ -226,10 +228,11 @@ class DeltaCache(StaticKVCache):
             memory.windows_BWX[row] = 0.0
 
     def lost(self, rows: list[int]) -> Iterator[ForwardBatch]:
-        """Yield the passes that recompute lost recurrent states, one for each of `rows` that was rolled back to before
-        the last position in its state.
+        """Yield a pass for each of `rows` whose recurrent state was lost; running the pass recomputes the state. A
+        state is lost if a rollback removes positions that it already contains.
 
-        Run each pass when it is yielded, before any other pass with these rows: the row is reset just before.
+        Run each pass when it is yielded, before any other pass with these rows. The row is emptied just before its pass
+        is yielded.
         """
         for row in sorted(self._unread.intersection(rows)):
             tokens = self._tokens[row]
@@ -238,10 +241,10 @@ class DeltaCache(StaticKVCache):
             yield ForwardBatch([row], [0], [len(tokens)], tokens, "none")
 
     def stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Split a pass into stages, groups of tokens that a gated delta net layer computes at once, in order.
+        """Split a pass into stages: groups of tokens that a gated delta net layer computes at once, in order.
 
-        Call this once per pass: it stores the pass's tokens, and positions to commit to recurrent states become
-        committed.
+        Call this once per pass, because it changes the cache's records: it stores the pass's tokens, and counts
+        positions as committed that the stages will merge into recurrent states.
         """
         self._store(batch)
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
@@ -276,8 +279,9 @@ class DeltaCache(StaticKVCache):
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Record that a pass of fixed shape has run: stores its tokens, and counts as committed the positions that it
-        merged into recurrent states. `count`: tokens per row, including padding. Call this before `append`."""
+        """Update the cache's records after a pass of fixed shape: store its tokens, and count as committed the
+        positions that it merged into recurrent states. `count`: tokens per row, including padding. Call this before
+        `append`."""
         self._store(batch)
         for row, held in zip(batch.rows, self.held(batch.rows), strict=True):
             self._committed[row] += self._too_many(held, count)
@@ -287,12 +291,12 @@ class DeltaCache(StaticKVCache):
         return [self.lengths[row] - self._committed[row] for row in rows]
 
     def commits(self, batch: ForwardBatch) -> list[tuple[int, int, int]]:
-        """Plan the commits of a pass whose implementation computes each row token by token, without `stages`. (A commit
-        merges pending positions into a row's recurrent state.)
+        """Plan where a pass merges pending positions into recurrent states (commits), for an implementation that
+        computes each row token by token, without `stages`.
 
-        Call this once per pass: it stores the pass's tokens, and counts the positions as committed. Returns (row,
-        token, count) for each commit. row: index in the pass; token: index among the row's new tokens, before which to
-        commit; count: number of pending positions to commit.
+        Returns (row, token, count) for each commit. row: index in the pass; token: index among the row's new tokens,
+        before which to commit; count: number of pending positions to commit. Call this once per pass: it stores the
+        pass's tokens, and counts the positions as committed.
         """
         self._store(batch)
         commits: list[tuple[int, int, int]] = []

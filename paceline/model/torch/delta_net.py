@@ -60,8 +60,9 @@ class DeltaNet:
         return self._output(self.gated(fused_TX, memory, [stage]))
 
     def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
-        """Compute everything between the layer's two projections: [T, X] of the fused input projection -> [T, value
-        heads * value_dim]. Updates `memory`. `stages`: steps of the pass (`DeltaCache.stages`)."""
+        """Compute the layer without its two projections: convolution, recurrence and gated norm. fused_TX [T, X]:
+        result of the fused input projection. Returns the input of the output projection, [T, value heads * value_dim],
+        and updates `memory`. `stages`: steps of the pass (`DeltaCache.stages`)."""
         shape, heads = self._shape, self._shape.num_value_heads
         inputs_TX, gate_TY, beta_TH, step_TH = fused_TX.split([shape.channels, shape.values, heads, heads], dim=-1)
         beta_TH = beta_TH.sigmoid().float()

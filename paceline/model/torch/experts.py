@@ -47,8 +47,8 @@ class Part(Protocol):
 class Experts:
     """Mixture of experts: a router selects the best experts of each token; returns the weighted sum of their outputs.
 
-    Usually tokens are sorted by expert, so that each expert runs once per pass. Sorting copies token counts to the
-    host. Passes of fixed shape, and few tokens on a GPU, do without (`kernels/experts.py`).
+    Usually tokens are sorted by expert, so that each expert runs once per pass; this needs a copy of token counts to
+    the host. Passes of fixed shape, and passes of few tokens on a GPU, avoid this copy (`kernels/experts.py`).
     """
 
     def __init__(

@@ -22,9 +22,9 @@ _DECODE_ROWS = 8
 class PackedLinear:
     """A linear layer, y = x W^T + b for x [T, in] -> [T, out]; the weight is packed once for its device.
 
-    On CPU the weight has oneDNN's blocked layout, at 1 to 16 rows 1.4 times faster than `F.linear` in bfloat16 and two
-    to three times in float32 (docs/project/log/2026-11.md). On CUDA a Triton kernel multiplies up to 16 bfloat16
-    tokens. In all other cases `F.linear` is used.
+    On CPU the weight gets oneDNN's blocked layout, if oneDNN supports the weight (`can_pack`). With 1 to 16 tokens this
+    is 1.4 to 3 times faster than `F.linear`. On CUDA a Triton kernel multiplies up to 16 bfloat16 tokens. In all other
+    cases `F.linear` is used.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -67,10 +67,8 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class RMSNorm:
-    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * (weight + offset), in the weight's dtype.
-
-    On CPU vector_norm and hypot are exact and twice as fast as `F.rms_norm` at one row; on CUDA a kernel runs.
-    """
+    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * (weight + offset). The result has the weight's
+    dtype."""
 
     def __init__(self, weight: Tensor, eps: float, offset: float = 0.0, is_wide: bool = False) -> None:
         """is_wide: compute the product with the weight in float32, as always with an offset."""
@@ -93,8 +91,7 @@ class RMSNorm:
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Return the first `num_heads` heads of each token, normed. On a GPU all heads are normed before the slice is
-        taken, because PyTorch's kernel copies an input that is a slice."""
+        """Apply the norm to the first `num_heads` heads of each token; returns [T, num_heads, head_dim]."""
         if self._is_cpu:
             return self(heads_THD[:, :num_heads])
         normed_THD = kernels.normed(heads_THD, self.for_kernel)[:, :num_heads]
@@ -102,7 +99,8 @@ class RMSNorm:
 
     @property
     def for_kernel(self) -> NormWeight:
-        """Parameters for the functions of `kernels/layer.py`, not on CPU."""
+        """The norm's parameters, as the functions of `kernels/layer.py` take them. Must not be read for a norm on the
+        CPU."""
         assert not self._is_cpu
         return NormWeight(self._weight, self._eps, self._is_wide)
 
@@ -137,13 +135,14 @@ class WholeNorm:
         return torch.cat([queries, keys], dim=1).view(heads_THD.shape)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Return the first `num_heads` heads (queries and keys) of each token, normed."""
+        """Apply the norms to the first `num_heads` heads (queries and keys) of each token, without the heads of
+        values."""
         return self(heads_THD[:, :num_heads])
 
     @cached_property
     def for_kernel(self) -> NormWeight:
-        """Parameters for the functions of `kernels/layer.py`, not on CPU; the weights of both norms are
-        concatenated."""
+        """The parameters of both norms, as the functions of `kernels/layer.py` take them, with concatenated weights.
+        Must not be read for norms on the CPU."""
         query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
         return query._replace(weight=torch.cat([query.weight, key.weight]))
 

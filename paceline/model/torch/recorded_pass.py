@@ -28,14 +28,15 @@ _COUNTS = (1, 4, 8, 16)
 
 
 def can_record(config: DecoderConfig) -> bool:
-    """Return True if this model's passes can be part of a larger CUDA graph, in which tokens and lengths exist only on
-    the device. Gated delta nets cannot: the host counts how many positions each recurrent state contains."""
+    """Return True if a pass of this model can be part of a larger CUDA graph, for example together with sampling. In
+    such a graph the host does not know the tokens and row lengths. For models with gated delta nets the host must count
+    the positions in each recurrent state, so the result is False."""
     return config.delta is None
 
 
 class StaticWriter(CacheWriter):
-    """Writes keys and values of J tokens to each of the cache rows 0..B-1; those of padding tokens to scratch
-    positions."""
+    """Writes keys and values of J tokens to each of the cache rows 0..B-1. Those of padding tokens are written to
+    scratch positions, which are never read."""
 
     def __init__(self, num_rows: int, count: int, scratch: int, device: torch.device) -> None:
         """`count`: J; `scratch`: the first of the J scratch positions in each row."""
@@ -60,7 +61,8 @@ class StaticWriter(CacheWriter):
 
 
 class StaticPlan(AttentionPlan):
-    """An attention plan for passes of fixed shape."""
+    """The positions that each token attends to (an `AttentionPlan`), for passes of fixed shape. Row lengths are read on
+    the device, so that one CUDA graph fits all lengths."""
 
     def __init__(self, sight: Sight, live_T: Tensor | None = None) -> None:
         self._sight, self.live_T = sight, live_T
@@ -201,9 +203,9 @@ class GraphDecoder(Decoder):
         self._logits_TV: Tensor | None = None
 
     def record(self, most_count: int) -> None:
-        """Capture a decode pass as a CUDA graph for every shape (rows, tokens per row) of `pass_grid`, with up to
-        `most_count` tokens per row and the layers tapped now. On other devices passes of these shapes are computed
-        directly."""
+        """Capture decode passes as CUDA graphs: one for every shape (rows, tokens per row) of `pass_grid`, with up to
+        `most_count` tokens per row. A graph returns the outputs of the layers that are tapped during this call. On
+        other devices passes of these shapes are computed directly."""
         if most_count > self._most_count:
             self._most_count = most_count
             self._forget(most_count)
@@ -228,8 +230,8 @@ class GraphDecoder(Decoder):
         return self._recordings[self.tap_layers]
 
     def static_pass(self, num_rows: int, count: int) -> StaticPass:
-        """Create a pass of fixed shape, to be captured as a part of a larger CUDA graph (`StaticPass.compute_of`), with
-        the layers tapped now. `count`: tokens per row, one of `counts`."""
+        """Create a pass of fixed shape, to be captured as a part of a larger CUDA graph (`StaticPass.compute_of`). It
+        returns the outputs of the layers that are tapped during this call. `count`: tokens per row, one of `counts`."""
         return self._tapping().make(num_rows, count)
 
     @property

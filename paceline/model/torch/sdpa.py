@@ -20,12 +20,11 @@ KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 
 def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that limits the kernels that PyTorch's attention may use:
-    - on CUDA to memory-efficient, flash and math kernels; cuDNN is excluded;
-    - on a CPU to the math kernel, if the flash kernel does not work (`working_kernels`).
+    """Return a context manager that excludes slow or faulty kernels of PyTorch's attention: on CUDA those of cuDNN, on
+    a CPU those that `working_kernels` excludes.
 
-    Entering it takes some 30 us on CUDA, so a pass enters it once; within it, another has no effect and takes almost no
-    time.
+    Entering it takes some 30 us on CUDA, so enter it once per pass. Entering another one inside it costs almost
+    nothing.
     """
     if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
         return sdpa_kernel(KERNELS)
@@ -33,8 +32,8 @@ def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 
 def working_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which PyTorch's attention uses the math kernel, if `device` is a CPU on which the
-    flash kernel rejects bfloat16; otherwise without effect."""
+    """Return a context manager in which PyTorch's attention works on this device. On a CPU whose flash kernel rejects
+    bfloat16, attention uses the math kernel. On other devices the context manager has no effect."""
     is_broken = device.type == "cpu" and torch.backends.cuda.flash_sdp_enabled() and _is_flash_broken()
     return sdpa_kernel(SDPBackend.MATH) if is_broken else _UNCHANGED
 

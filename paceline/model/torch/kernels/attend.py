@@ -122,10 +122,10 @@ class Tiles:
         return cls(members, keys, channels, warps=8 if members > 64 else 4, stages=stages)
 
     def splits(self, pairs: int, stacked: int, positions: int) -> int:
-        """Return the number of parts (splits) into which a row's positions are divided, for different programs:
-        - enough for about PROGRAMS programs, to occupy the GPU;
-        - a part has at most MOST_POSITIONS positions;
-        - a part is not smaller than one block of keys.
+        """Return the number of parts (splits) into which a row's positions are divided, so that several programs share
+        the work. This is the larger of two numbers, but at most one part per block of keys:
+        - the number that gives about PROGRAMS programs in total, to occupy the GPU;
+        - the number that gives parts of at most MOST_POSITIONS positions.
 
         pairs: number of (row, key head) pairs; stacked: queries per pair, which is query heads per key head times
         tokens per row; positions: maximum positions of a row.

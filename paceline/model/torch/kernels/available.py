@@ -27,8 +27,8 @@ def can_use(device: torch.device | str) -> bool:
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Return Triton's launch options for `device`: with OVERLAPS True if a kernel can start there before the previous
-    one ends (`triton/overlap.py`)."""
+    """Return Triton's launch options for `device` that decide whether a kernel may start before the previous one ends
+    (`triton/overlap.py`). The constant OVERLAPS is True on GPUs that support this."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}

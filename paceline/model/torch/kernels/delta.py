@@ -43,13 +43,13 @@ def recur(
     eps: float,
     unit_eps: float,
 ) -> Tensor:
-    """Compute everything between a gated delta net's two projections, in four kernel launches: `fused_TX`, the result
-    of the fused input projection, -> [T, value heads * value_dim]. Updates `memory`, the recurrent states and pending
-    windows. Padding tokens yield zeros.
+    """Compute a gated delta net without its two projections, in four kernel launches: commit of old positions,
+    convolution, recurrence and gated norm. Returns the input of the output projection, [T, value heads * value_dim];
+    zeros for padding tokens. Updates `memory`, the recurrent states and pending windows.
 
-    fused_TX: for each token the convolution inputs, the gates, and for each value head the logit of beta (weight of the
-    token's update) and the input of the decay's softplus. eps: of the output norm; unit_eps: of the normalisation of
-    queries and keys.
+    fused_TX: result of the fused input projection. For each token it has the convolution inputs, the gates, and for
+    each value head the logit of beta (weight of the token's update) and the input of the decay's softplus. eps: of the
+    output norm; unit_eps: of the normalisation of queries and keys.
     """
     check_contiguous(fused_TX, *weights, *memory.tensors(), stage.bits_BJ, stage.depths_BJ)
     num_rows, count = stage.bits_BJ.shape

@@ -55,8 +55,8 @@ def normed(inputs: Tensor, norm: NormWeight) -> Tensor:
 
 
 def weighted(normed: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
-    """Multiply normed values by the norm's weight. They are rounded to `dtype` before, or only after it if
-    `norm.is_wide`."""
+    """Multiply normed values by the norm's weight; the result has dtype `dtype`. If `norm.is_wide`, the product is
+    computed in float32 and then rounded. Otherwise the values are rounded before the product."""
     return (normed * norm.weight).to(dtype) if norm.is_wide else normed.to(dtype) * norm.weight
 
 

@@ -33,11 +33,13 @@ def attend_split(
     padding; GROUP: query heads per key head. Outputs, float32, for P (row, key head) pairs with M = count * GROUP
     queries each: sums [P, splits, M, HEAD], weights and maxima [P, M, splits].
 
-    scale: factor on the scores; cap: their soft cap; window: sliding window in positions. HAS_BITS: a token attends to
-    the new tokens of its row whose bits are set in bits_BJ, and depths_BJ are their depths in the tree; otherwise to
-    all up to itself if IS_CAUSAL, else to all. BLOCK_M: queries of a tile; BLOCK_N: positions read at a time; BLOCK_D:
-    HEAD rounded up to a power of two. PRECISION: of the products; STAGES: pipeline stages of the loop; OVERLAPS: see
-    `overlap`.
+    Every token attends to the positions before the pass. With HAS_BITS, it also attends to the new tokens of its row
+    whose bits are set in bits_BJ; depths_BJ are the tokens' depths in the tree. Without HAS_BITS, it attends to the new
+    tokens up to itself if IS_CAUSAL, or to all. HAS_WINDOW limits all this to a sliding window of `window` positions.
+
+    scale: factor on the scores; cap: their soft cap. BLOCK_M: queries of a tile; BLOCK_N: positions read at a time;
+    BLOCK_D: HEAD rounded up to a power of two. PRECISION: of the products; STAGES: pipeline stages of the loop;
+    OVERLAPS: see `overlap`.
     """
     overlap(OVERLAPS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)

@@ -154,8 +154,9 @@ def recur(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """One program for one row, value head and tile of values: computes outputs of the new tokens, and appends their
-    changes (values to add to the state) and decays (logarithms) to the pending window. Padding tokens yield zeros.
+    """Compute the outputs of the new tokens, for one row, value head and tile of values in each program. Appends the
+    tokens' changes (values to add to the state) and decays (logarithms) to the pending window. Padding tokens yield
+    zeros.
 
     fused [T, num_columns]: its last columns are, per head, the logit of beta (the update's weight), then the input of
     the decay's softplus. rate, step [heads]: factor of the decay, and bias in its softplus. states, keys, changes,
@@ -238,8 +239,8 @@ def gated_norm(
     found_ptr, fused_ptr, weight_ptr, out_ptr, num_columns, first, eps,
     NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for one token and head: out = norm(found) * weight * silu(gate), with an RMSNorm over the head's
-    VALUE channels.
+    """Compute out = norm(found) * weight * silu(gate) for one token and head in each program; norm is an RMSNorm over
+    the head's VALUE channels.
 
     found: the output `out` of the kernel `recur`; found and out [T, NUM_HEADS, VALUE]. fused [T, num_columns]: gates
     from column `first` on. weight [VALUE], eps: of the norm. BLOCK: VALUE rounded up to a power of two.

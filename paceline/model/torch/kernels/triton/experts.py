@@ -100,11 +100,12 @@ def multiply(
     products. With ACTIVATION "clamped_swiglu", `limit` is the bound on gate and up, `alpha` the factor in the sigmoid.
 
     chosen [num_tokens, PER_TOKEN]: each token's experts. HAS_LISTS: an expert's pairs are read from lists and counts,
-    the outputs of `list_pairs`; otherwise they are searched in `chosen`. IS_BY_PAIR: programs are started for each pair
-    instead of each expert. Those of an expert's first pair compute all pairs of this expert; the others do nothing.
+    the outputs of `list_pairs`; otherwise they are searched in `chosen`. IS_BY_PAIR: programs are launched per pair,
+    for passes with fewer pairs than experts, instead of per expert. The programs of an expert's first pair then compute
+    all its pairs, and those of its other pairs do nothing.
 
-    BLOCK_P: PER_TOKEN, BLOCK_S: number of pairs, each rounded up to a power of two. BLOCK_K: inputs that are read
-    at a time. STAGES: pipeline stages of the loop over inputs.
+    BLOCK_P: PER_TOKEN rounded up to a power of two; BLOCK_S: the number of pairs, likewise. BLOCK_K: inputs that are
+    read at a time. STAGES: pipeline stages of the loop over inputs.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty

@@ -29,8 +29,9 @@ def add_norm(
     update and out are [rows, SIZE].
 
     HAS_UPDATE: there is an update. HAS_UPDATE_NORM: it is normed, with update_weight [SIZE] and update_eps. HAS_NORM:
-    `out` is written, normed with weight [SIZE] and eps. IS_UPDATE_WIDE, IS_WIDE: the norm's product with the weight is
-    computed in float32; otherwise it is rounded to the dtype before. BLOCK: SIZE rounded up to a power of two.
+    `out` is written, normed with weight [SIZE] and eps. IS_UPDATE_WIDE, IS_WIDE: normed values are multiplied by the
+    weight in float32; otherwise they are rounded to the dtype before this product. BLOCK: SIZE rounded up to a power of
+    two.
     """
     overlap(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * SIZE
@@ -68,10 +69,10 @@ def heads(
     slots [T]: cache row and position of each token. ROTARY: number of rotated channels of each head; cos, sin [T,
     ROTARY]: cosines and signed sines of `Rope.tables`.
 
-    HAS_NORM: queries and keys are normed, with eps and weight: SIZE numbers for each head of either. IS_WHOLE: one norm
-    over all queries of the token and one over all its keys, instead of one per head. IS_WIDE: the product with the
-    weight is computed in float32; otherwise the norm is rounded before. BLOCK, WHOLE_BLOCK: SIZE, and all channels of a
-    norm with IS_WHOLE, rounded up to powers of two.
+    HAS_NORM: queries and keys are normed, with eps and weight: SIZE numbers for each query and key head. IS_WHOLE: one
+    norm over all queries of the token and one over all its keys, instead of one per head. IS_WIDE: normed values are
+    multiplied by the weight in float32; otherwise they are rounded before this product. BLOCK: SIZE rounded up to a
+    power of two; WHOLE_BLOCK: the same for all channels of a norm with IS_WHOLE.
     """
     overlap(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

@@ -15,8 +15,8 @@ def write_one(out):
 
 
 def starts(index: int) -> bool:
-    """Run a small kernel on the GPU with this index. Returns True if its result is right; raises Triton's error if it
-    does not run."""
+    """Test whether Triton works on the GPU with this index, by running a small kernel. Returns True if the kernel's
+    result is right; raises Triton's error if it cannot be compiled or started."""
     with torch.cuda.device(index):
         out = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
         kernel: Any = write_one
