@@ -97,7 +97,7 @@ def _json(file: Path) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PromptsConfig(Checked):
-    """Selects the prompts that the target answers."""
+    """Settings that select the prompts for the target to answer: their sources, and which rows of them."""
 
     prompts: tuple[str, ...] = ()
     """JSON lines, Parquet, folder of traces or data set id, optionally with a weight (a.jsonl=2)."""
@@ -121,8 +121,8 @@ class PromptsConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """Settings of a server, or of Ray workers, that run the target. PACELINE_REMOTE_KEY in the environment is the
-    server's API key."""
+    """Settings for a target that does not run on this machine, but on a server or on Ray workers. The server's API key
+    is the environment variable PACELINE_REMOTE_KEY."""
 
     answers_from: str | None = None
     """Address of an OpenAI-compatible server of the target that writes the answers [default: this machine does]."""
@@ -273,7 +273,8 @@ class LoopConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape(Checked):
-    """Architecture of a new drafter; sizes that are not given are the target's; with --init they must be its own."""
+    """Architecture of a drafter. Sizes of a new drafter that are not given are the target's. With --init, only block
+    size and sliding window may differ from that drafter's."""
 
     num_layers: Count = 3
     """Number of draft layers."""
@@ -391,7 +392,8 @@ class TrainConfig:
         refuse(ConfigError, (bool(keeper) and not is_stored, f"{keeper} {states}"), (is_apart, needs))
 
     def is_given(self, name: str) -> bool:
-        """Returns True if the user gave the field `name`, such as "shape.num_layers"."""
+        """Returns True if the user set the field `name`, such as "shape.num_layers". A plan may change only the other
+        fields."""
         if self.given is not None:
             return name in self.given
         value_of = attrgetter(name)

@@ -47,9 +47,9 @@ def write_run_file(config: TrainConfig) -> Path:
 
 
 def as_tree(config: TrainConfig) -> dict[str, Any]:
-    """Returns all fields of `config` except `given` and None values, as nested dicts of YAML and JSON types. If
-    `config.init` is set, sizes of the drafter are included only if the user gave them: the one in `init` keeps its
-    own."""
+    """Returns the settings of `config` as nested dicts of YAML and JSON types, for run.yaml. The field `given` and None
+    values are left out. If `config.init` is set, sizes of the drafter that the user did not give are left out too,
+    since `init` determines them."""
     tree = _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
     if config.init is not None:
         own = (*OWN_SIZES, "draft_vocab") if config.shape.is_chained else OWN_SIZES
@@ -83,9 +83,9 @@ def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainCo
 
 
 def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str, prefix: str = "") -> Any:
-    """Returns an instance of the dataclass `owner` with the values of `tree`, nested dicts as from `read_settings`.
-    Raises ConfigError for a value of a wrong type; the message names `source`, the tree's file, and the field after
-    `prefix`, and ends with `remedy`."""
+    """Creates an instance of the dataclass `owner` from `tree`, nested dicts as from `read_settings`. Raises
+    ConfigError for a value of a wrong type. `source` (the tree's file), `prefix` (text before the field's name) and
+    `remedy` (advice at the end) are used only in its message."""
     values = {}
     for name, hint in _fields(owner).items():
         if name not in tree:
@@ -100,8 +100,8 @@ def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy
 
 
 def overlaid(tree: Mapping[str, Any], config: TrainConfig, names: set[str]) -> dict[str, Any]:
-    """Returns a copy of `tree` (nested dicts of a run file) in which the fields `names`, such as shape.num_layers, have
-    the values of `config`."""
+    """Returns a copy of `tree` (nested dicts of a run file), updated from `config`: the fields in `names`, such as
+    shape.num_layers, have the values that they have in `config`."""
     values = plain(config)
     merged = copy.deepcopy(dict(tree))
     for name in names:
@@ -123,8 +123,9 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def with_given(config: TrainConfig) -> TrainConfig:
-    """Returns the config with its field `given` filled in. If it is None, all fields that differ from their defaults
-    count as set by the user. Call this before a plan changes fields: the plan's values would otherwise count too."""
+    """Returns the config with its field `given` (names of the fields that the user set) filled in. If it is None, all
+    fields that differ from their defaults are taken as set by the user. Call this before a plan changes fields, since
+    the plan's values would count too."""
     if config.given is not None:
         return config
     return dataclasses.replace(config, given=tuple(filter(config.is_given, _every_name(TrainConfig))))

@@ -73,9 +73,9 @@ class HeldoutFigures(Rounds):
 def serve_heldout(
     llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int
 ) -> tuple[HeldoutFigures, list[Document]]:
-    """Has the engine answer the documents' prompts greedily with this drafter, with at most `max_tokens` tokens each.
-    Returns (figures, documents of the same prompts with the new answers). Raises ContextLengthError if a prompt does
-    not fit the cache."""
+    """Measures a drafter in the engine: it answers the documents' prompts greedily, with at most `max_tokens` tokens
+    each. Returns (figures, documents of the same prompts with the new answers). Raises ContextLengthError if a prompt
+    is longer than the engine's cache."""
     llm.use_drafter(drafter)
     llm.engine.planner = FixedPlanner()  # always draft full blocks: the drafter is measured, not this machine's speed
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
@@ -108,9 +108,10 @@ def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], own: Vocab
 def heldout_server(
     target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, own: Vocabulary
 ) -> Callable[[dict[str, Tensor]], float]:
-    """Returns a function: weights -> acceptance length in the real engine, which answers the prompts of `documents`
-    with at most `max_tokens` tokens each. It rounds the weights to bfloat16; its first call loads the target a second
-    time. `raw`: the drafter's config.json; `own`: its draft vocabulary."""
+    """Returns a function that measures weights during training: weights -> acceptance length in the real engine. The
+    engine answers the prompts of `documents`, with at most `max_tokens` tokens each. The function rounds the weights to
+    bfloat16; its first call loads the target a second time. `raw`: the drafter's config.json; `own`: its draft
+    vocabulary."""
     load = functools.cache(partial(_loaded, target, documents, max_tokens))
 
     def served(weights: dict[str, Tensor]) -> float:
@@ -139,7 +140,8 @@ def params_for(llm: LLM, prompt: Sequence[int], max_tokens: int) -> SamplingPara
 
 
 def has_room(target: Target) -> bool:
-    """Returns True if the device has enough free memory to load the target a second time, to serve during training."""
+    """Returns True if the device has enough free memory to load the target a second time, so that held-out prompts can
+    be served during training."""
     needed = 4 * target.hidden_size * (target.vocab_size + 16 * target.num_layers * target.hidden_size)
     free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else free_bytes()
     return free is None or needed < 0.5 * free
@@ -147,9 +149,9 @@ def has_room(target: Target) -> bool:
 
 @torch.no_grad()
 def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> float:
-    """Returns the acceptance length of the drafter over existing answers, by teacher forcing: a draft is accepted if it
-    equals the answer's token. The first block begins at the answer's first token. Each later one begins where the
-    engine's next round would: after the accepted drafts of the block before it, and one more token."""
+    """Returns the acceptance length of the drafter on existing answers, by teacher forcing: a draft is accepted if it
+    is the answer's token. Blocks begin where the engine's rounds would begin: at the answer's first token, then each
+    time one token after the accepted drafts."""
     config = drafter.config
     documents = [answer for answer in answers if answer.num_anchors > 0]
     float_network = network_of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})
@@ -167,8 +169,8 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
 def accepted_at(
     drafter: DFlashTrainable, packer: Packer, head: Head, embedding_VD: Tensor, number: int
 ) -> NDArray[np.int64]:
-    """Returns, for each of P positions in an answer, the number of accepted drafts of a block that begins there, [P]. A
-    draft is accepted if it equals the answer's token. `number`: the answer's document in `packer`. `head`: the LM head;
+    """Returns how many drafts are accepted in a block that begins at each of P positions in an answer, [P]. A draft is
+    accepted if it is the answer's token. `number`: the answer's document in `packer`. `head`: the LM head;
     embedding_VD: the target's embedding matrix."""
     document = packer.documents[number]
     places = np.arange(document.answer_start, len(document) - 1)
@@ -181,8 +183,8 @@ def accepted_at(
 
 
 def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the indices of the answer positions where decoding rounds begin, ascending from 0. Each begins after the
-    accepted drafts of the previous one and one more token. accepted_P [P]: accepted drafts of a round that would begin
+    """Returns the positions of an answer at which decoding rounds would begin, as ascending indices from 0. A round
+    advances by its accepted drafts and one more token. accepted_P [P]: number of accepted drafts of a round that begins
     at each position."""
     starts, at = [], 0
     while at < len(accepted_P):
@@ -218,9 +220,9 @@ def final_figures(target: EngineConfig, folder: Path, documents: list[Document],
 
 
 def agreement(figures: dict[str, Any]) -> str | None:
-    """Returns a line that compares the acceptance lengths of the same answers by teacher forcing and in the engine, or
-    None if one was not measured. It is a warning if they differ by more than `AGREE` (3%). `figures`: contents of
-    heldout.json."""
+    """Returns a line that compares two measurements of the acceptance length on the same answers: by teacher forcing,
+    and in the engine. It is a warning if they differ by more than 3% (`AGREE`). Returns None if one was not measured.
+    `figures`: contents of heldout.json."""
     forced, served = figures.get("teacher_forced"), figures.get("served_of_walked")
     if not forced or not served:
         return None

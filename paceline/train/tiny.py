@@ -27,9 +27,10 @@ TINY = {
 
 
 def at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Returns the config of a run with --scale tiny: its target is a random tiny model, and every setting that the user
-    did not give is small. Other configs are returned unchanged. The first of the processes `ranks` writes the model to
-    `config.out`, and also prompts if the config names neither prompts nor answers."""
+    """Applies --scale tiny: returns the config with a tiny random model as the target, and with small values for all
+    settings that the user did not give. If the config names neither prompts nor answers, it also gets a few prompts.
+    The first of the processes `ranks` writes the model and the prompts to `config.out`. With another --scale, returns
+    the config unchanged."""
     if config.scale == "default":
         return config
     folder, file = config.out / "target", config.out / "prompts.jsonl"

@@ -20,7 +20,8 @@ WRITE_EVERY_S = 60.0
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation that the target continues: a prompt at one temperature, with its messages and answers so far."""
+    """State of one conversation while it is generated: the target answers a prompt's user messages one after another,
+    at one temperature."""
 
     prompt: Prompt
     key: str
@@ -31,8 +32,8 @@ class Conversation:
     answers: list[Answer] = field(default_factory=list)
 
     def add_answer(self, answer: Answer) -> bool:
-        """Records an answer of the target. If the prompt has another user message, appends both to `messages` and
-        returns True. Returns False if the conversation is finished."""
+        """Records the target's latest answer. If the prompt has another user message to answer, appends the answer and
+        this message to `messages` and returns True. Otherwise the conversation is finished, and it returns False."""
         self.answers.append(answer)
         if len(self.answers) >= len(self.prompt.turns):
             return False
@@ -43,8 +44,8 @@ class Conversation:
 
 @dataclass(slots=True)
 class Regenerated:
-    """Result of `regenerate`: folder of the answers, and counts of this process. In a run on Ray, they are those of all
-    workers."""
+    """Result of `regenerate`: the folder of the answers, and counts. On Ray, the counts cover all workers; otherwise
+    only this process."""
 
     answers: Path
     """Folder of the answers of all processes."""
@@ -67,7 +68,8 @@ class Regenerated:
 
 
 class ShardBuffer:
-    """Collects the answers of finished conversations, and writes many of them at a time to `shards`."""
+    """Collects the answers of finished conversations in memory, and writes those of many conversations to disk as one
+    file. `shards`, given by the caller, writes the file."""
 
     def __init__(self, shards: Kept) -> None:
         self._shards, self.answers = shards, list[Answer]()
@@ -89,8 +91,9 @@ class ShardBuffer:
 
 
 def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str, tuple[Prompt, float]]:
-    """Returns every conversation to generate, as key -> (prompt, temperature). Each prompt is answered once at
-    temperature 0, and `answering.samples` times at each temperature above 0. Duplicate prompts have the same key."""
+    """Returns every conversation to generate, as key -> (prompt, temperature). A prompt is answered once at temperature
+    0, and `answering.samples` times at each temperature above 0. Duplicate prompts have the same key, so they are
+    answered only once."""
     return {
         key_of(prompt, temperature, sample): (prompt, temperature)
         for prompt in prompts

@@ -58,11 +58,11 @@ def _source_of(text: str) -> Source:
 
 
 def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -> Mixture:
-    """Reads the prompts of all sources in `config.prompts` and mixes them by the sources' weights. If a source has more
-    prompts than its weight allows, a hash of each prompt and `seed` decides which are used. `say` gets a line for each
-    source with unusable rows or unused prompts. Raises:
-    - PromptError for an unreadable or empty source, for a weight that leaves a source without prompts, and with
-      `strict` for an unusable row;
+    """Reads the prompts of all sources in `config.prompts`, and mixes them in proportion to the sources' weights. If a
+    source has more prompts than its weight allows, a random selection is used, the same for the same `seed`. `say`,
+    given by the caller, gets a line of text for each source with unusable rows or unused prompts. Raises:
+    - PromptError for an unreadable or empty source, for a weight so small that a source has no prompt in the mixture,
+      and with `config.strict` for an unusable row;
     - ConfigError for an invalid weight, or a tag of `config.tags` that no row of a source has."""
     mixture = Mixture()
     sources: list[tuple[str, float | None, list[Prompt]]] = []
@@ -88,15 +88,15 @@ def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -
 
 
 def others_of(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
-    """Returns settings for reading prompts that are used only for evaluation. `prompts`: their sources. The tags of
-    `config.prompting` do not apply to them."""
+    """Returns settings for reading prompts that are used only for evaluation. `prompts`: their sources. Limit and
+    strictness are those of `config.prompting`; its tags are left out, since they select only training prompts."""
     return PromptsConfig(prompts, config.prompting.limit, config.prompting.strict)
 
 
 def check_begun(config: TrainConfig) -> None:
     """Checks that the run in `config.out` can be resumed with `config`. Raises ConfigError in these cases:
-    - the run was begun with another target, `init`, `max_len` or `config.prompting.tags`;
-    - one of these tags does not occur in one of the config's sources of prompts."""
+    - the run began with another target, `init`, `max_len` or `config.prompting.tags`;
+    - a source of prompts has no row with one of these tags."""
     from paceline.train.answers.run_identity import check_same_training  # imports PyTorch, which plans do without
 
     check_same_training(config)

@@ -35,7 +35,8 @@ until its longest answer is complete."""
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A prompt that a Ray worker answers, once per temperature and sample, except for finished conversations."""
+    """A prompt that a Ray worker answers. It has one conversation for each temperature and sample; the worker skips
+    those that are already finished."""
 
     prompt: Prompt
     finished: frozenset[str]
@@ -46,7 +47,8 @@ class PromptTask:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """The job of a Ray worker: loads the target and answers batches of prompts."""
+    """The job of a Ray worker that generates answers: `begin` loads the target, and returns the function that answers a
+    batch of prompts."""
 
     engine: EngineConfig
     answering: AnswerConfig

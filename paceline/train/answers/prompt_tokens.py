@@ -44,9 +44,9 @@ class TokenizerOnly:
 
 
 class PromptEncoder:
-    """Encodes prompts as token ids, with the opening (first messages of every conversation), tools and template
-    variables of `config`. With `config.raw`, prompts are plain text without the chat template. Raises ConfigError if
-    `raw` is combined with an opening, tools or variables."""
+    """Encodes prompts as the target's token ids. It adds the tools, template variables and opening (first messages of
+    every conversation) of `config`. With `config.raw`, a prompt is plain text, without the chat template. Raises
+    ConfigError if `raw` is combined with an opening, tools or variables."""
 
     def __init__(self, llm: LLM | TokenizerOnly, config: AnswerConfig, vocab_size: int | None = None) -> None:
         """`vocab_size`: rows of the target's embedding, if known; else the tokenizer's vocabulary size is used."""
@@ -70,10 +70,10 @@ class PromptEncoder:
         return self.encode(prompt, self.messages_of(prompt))
 
     def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        """Returns the token ids of the conversation `messages`, with the tools of `prompt` or, without any, those of
-        the config. A prompt that is given as token ids is returned unchanged. With `raw`, only the prompt's text is
-        encoded. Raises RowError if the chat template rejects the messages, or for a token id that the target does not
-        have."""
+        """Returns the token ids of the conversation `messages`, which belongs to `prompt`, rendered by the chat
+        template. Tools of the prompt replace those of the config. There are two exceptions: a prompt that is given as
+        token ids is returned unchanged; with `raw`, only the prompt's text is encoded. Raises RowError if the template
+        rejects the messages, or for a token id that the target does not have."""
         where = prompt.where or f"{prompt.source}, prompt {prompt.id}"
         if prompt.token_ids:
             if max(prompt.token_ids) >= self.vocab_size:
@@ -101,8 +101,8 @@ class PromptEncoder:
         return self.llm.tokenizer.encode(prompt.turns[0])
 
     def examine(self, prompts: Iterable[Prompt], dropped: Dropped) -> list[int]:
-        """Returns the token counts of the usable prompts, in the order of `prompts`. The others are counted by reason
-        in `dropped`: those that `first_ids` rejects, and those longer than `max_prompt_tokens`."""
+        """Returns the number of tokens of each usable prompt, in the order of `prompts`. Unusable prompts are counted
+        in `dropped`, by reason: too long for `max_prompt_tokens`, or rejected by `first_ids`."""
         counts = list[int]()
         for prompt in prompts:
             try:
@@ -118,7 +118,7 @@ class PromptEncoder:
 
 
 def check_template(tokenizer: Tokenizer, prompts: Iterable[Prompt], config: AnswerConfig) -> None:
-    """Raises ConfigError if the target has no chat template and a prompt needs one. Prompts given as token ids need
-    none; with `config.raw`, no prompt does."""
+    """Raises ConfigError if a prompt needs a chat template and the target does not have one. A template is not needed
+    with `config.raw`, or for prompts that are given as token ids."""
     needs_one = not config.raw and any(not prompt.token_ids for prompt in prompts)
     refuse(ConfigError, (needs_one and tokenizer.chat_template is None, NO_TEMPLATE))

@@ -75,8 +75,8 @@ class Prepared:
     """Rows of the prompt sources that were left out."""
 
     def conclude(self, config: RegenerateConfig, done: Regenerated, progress: Progress) -> None:
-        """Logs the counts `done` in the run folder and reports them through `progress`. Raises PromptError if no prompt
-        could be used."""
+        """Ends the run: logs the counts `done` in the run folder, and prints them through `progress`. Raises
+        PromptError if no prompt could be used."""
         dropped = {"dropped": self.written.dropped, "rows_dropped": self.dropped.counts}
         self.folder.log(stage="regenerate", rank=self.ranks.rank, **dropped, **asdict(done))
         _report(config, done, self.written, self.ranks, progress)
@@ -94,8 +94,8 @@ def prepared(
     folder `config.out`.
     - `what`: the run's type, stored in its config.json.
     - `more`: settings that a resumed run must repeat, in addition to those of `config`.
-    - `fill`: (opener, seed) -> first words of a prompt that the target writes. An opener is a configured beginning; the
-      seed differs for every prompt.
+    - `fill`: function of the caller for prompts that the target writes; (opener, seed) -> the text with which the
+      prompt begins. An opener is a configured beginning; the seed differs for every prompt.
 
     Raises ConfigError if the folder holds a run with other settings, PromptError for unusable prompts, CacheError for
     disk errors, and another PacelineError if the target cannot be loaded."""
@@ -135,8 +135,9 @@ def prepared(
 
 
 def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
-    """Returns the target's engine settings for generating answers: no drafter, and a cache for the longest prompt and
-    answer. With several processes in `ranks`, each gets its own GPU and number of threads."""
+    """Returns the target's engine settings for generating answers: without a drafter, and with a cache that has room
+    for the longest allowed prompt and answer. If `ranks` has several processes, each gets a GPU and a number of threads
+    of its own."""
     target, answering = config.target, config.answering
     longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN if config.prompting.num_self_written else 0)
     max_len = -(-(answering.max_prompt_tokens + longest) // 16) * 16
@@ -241,9 +242,10 @@ class Regenerator:
         self._started_at, self._advance = 0.0, ignore
 
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
-        """Answers the prompts, duplicates only once, and returns the counts. `bars` shows the progress. Prompts that
-        are too long, or that the chat template rejects, are left out and counted. Raises CacheError if a shard cannot
-        be written, PromptError if one is damaged, and the error of an answer that fails in the engine or on the server.
+        """Answers the prompts and returns the counts. Duplicate prompts are answered once. `bars` shows the progress.
+        Prompts that are too long, or that the chat template rejects, are left out and counted. Raises:
+        - CacheError if a shard cannot be written, PromptError if an existing one is damaged;
+        - the error of the engine or the server if an answer fails.
         After an error, finished conversations are retained, and the next run generates the others."""
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
         conversations = conversations_of(prompts, self.config)

@@ -39,8 +39,8 @@ NO_GRAMMAR = "answers_from: servers differ in how they take grammars: leave the 
 
 
 class LostAnswer(PacelineError):
-    """Raised for a server's answer that cannot be used, mostly because its token ids are unknown. Such answers are
-    counted by `reason`."""
+    """Raised for a server's answer that cannot be used for training, for example because its token ids are unknown. The
+    run leaves the answer out, and counts it by `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

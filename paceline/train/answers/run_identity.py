@@ -25,8 +25,8 @@ from paceline.train.learn.checkpoint import check_same
 
 def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
     """Returns the settings (name -> value) that determine the answers: target, prompts and sampling. A resumed run must
-    repeat them, but may add prompts, temperatures or samples. `engine`: the target's engine settings. If the target
-    writes prompts, the number of processes in `ranks` is one of the settings."""
+    repeat them; it may only add prompts, temperatures or samples. `engine`: the target's engine settings. `ranks`:
+    their number is one of the settings if the target writes prompts, since each process then writes its own."""
     prompts, engine = config.prompting, settle(engine)
     settings = {
         "target": identity_of(engine.model),
@@ -45,9 +45,9 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
 
 
 def check_same_training(config: TrainConfig) -> None:
-    """Raises ConfigError if the run in `config.out` was begun with another target, `init` (drafter to continue) or
-    `max_len`. If the run has no checkpoint yet, only a difference in the target's adapter is an error. Settings that
-    the run has not stored, and a `max_len` of None, are not compared."""
+    """Raises ConfigError if the run in `config.out` began with another target, `init` (drafter to continue) or
+    `max_len`. A setting that the run has not stored is not compared, nor a `max_len` of None. As long as the run has no
+    checkpoint, only another adapter (fine-tuned weights on a base model) is an error."""
     file, has_steps = config.out / "config.json", any((config.out / "checkpoints").glob("step-*"))
     stored = read_json(file) if file.is_file() else {}
     now = {"init": config.init, "max_len": stored.get("max_len") if config.max_len is None else config.max_len}
@@ -62,10 +62,10 @@ def check_same_training(config: TrainConfig) -> None:
 
 
 def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
-    """Compares `settings` with those stored by the run in the folder `out`. `kind`: the run's type, such as
-    "regenerate". Returns True if `settings` extend the stored ones, for example with further prompts; False if they are
-    equal, or if there is no run. Raises ConfigError for a run of another type, or for any other difference, which the
-    message names."""
+    """Checks that the run in the folder `out` can be resumed with `settings`; returns True if they extend the run's
+    stored settings, for example by more prompts. Returns False if they are equal, or if the folder has no run. `kind`:
+    the run's type, such as "regenerate". Raises ConfigError for a run of another type, or for any other difference,
+    which the message names."""
     file = out / "config.json"
     if not file.is_file():
         return False
@@ -92,7 +92,8 @@ def opened_run(out: Path, kind: str, settings: dict[str, Any]) -> RunFolder:
 
 
 def extend(folder: RunFolder, kind: str, settings: dict[str, Any]) -> None:
-    """Replaces the settings in the config.json of a run of type `kind`."""
+    """Stores the new `settings` of an extended run in its config.json, in place of the old ones. `kind`: the run's
+    type."""
     config = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
     folder.write_json("config.json", config | {kind: settings})
 

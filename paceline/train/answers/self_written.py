@@ -43,7 +43,8 @@ class SelfWritten:
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """The place of the user's message in a chat template: the text before it, and the tokens that end it."""
+    """The text and tokens around the user's message in a chat template. A target that continues `prefix` writes a user
+    message; the stop texts and tokens show where it ends."""
 
     prefix: str
     """The rendered text before the user's message."""
@@ -53,9 +54,9 @@ class UserTurn:
 
 
 class PromptWriter:
-    """Has the target write prompts, into a JSON lines file. An interrupted run resumes after the last complete line.
-    Raises UnsupportedModelError if the chat template omits the user's text, PromptError if the target has no
-    template."""
+    """Has the target write prompts, as user messages of its chat template, to a JSON lines file. An interrupted run
+    resumes after the last complete line. Raises UnsupportedModelError if the chat template omits the user's text,
+    PromptError if the target has no template."""
 
     def __init__(
         self,
@@ -84,9 +85,9 @@ class PromptWriter:
         )
 
     def write(self, num_prompts: int, on_prompt: Callable[[str], None] = lambda prompt: None) -> SelfWritten:
-        """Writes prompts until the file holds `num_prompts`; returns all prompts in the file. Calls `on_prompt` with
-        each of them, also those already in the file. Raises PromptError for a damaged file, or for more than 256 + 8 *
-        (new usable prompts) unusable ones; CacheError for disk errors."""
+        """Writes usable prompts until the file holds `num_prompts`; returns all prompts in the file. Calls `on_prompt`
+        with the text of each, also of those that an earlier run wrote. Raises PromptError for a damaged file, or if too
+        many new prompts are unusable (more than 256, plus 8 for each new usable one); CacheError for disk errors."""
         drop_cut_line(self.file)
         has_some = self.file.exists() and self.file.stat().st_size
         done = SelfWritten([prompt.turns[0] for prompt in read_prompts(self.file)] if has_some else [])
@@ -146,8 +147,9 @@ class PromptWriter:
 def user_turn(
     tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None
 ) -> UserTurn:
-    """Returns the place of the user's message in the tokenizer's chat template, after the messages of `opening`. Raises
-    UnsupportedModelError if the template omits the user's text, PromptError for a tokenizer without a template."""
+    """Finds out how the tokenizer's chat template begins and ends a user message that follows the messages `opening`.
+    Raises UnsupportedModelError if the template omits the user's text, PromptError for a tokenizer without a
+    template."""
     messages = [*opening, {"role": "user", "content": MARK}]
     before, mark, after = chat_text(tokenizer, messages, variables=variables).partition(MARK)
     if not mark:  # not in the rendered text

@@ -81,7 +81,8 @@ class Corpus:
         return len({document.prompt for document in self.train})
 
     def told(self) -> str:
-        """Returns a text with the numbers of documents left out or truncated, by reason; empty if no document was."""
+        """Returns a text for the user with the numbers of answers that were left out or truncated, by reason; empty if
+        there are no such answers."""
         counts = (
             (self.num_loops_cut, "cut where they repeat themselves"),
             (self.num_cut, "cut at the longest document (max_len)"),
@@ -108,13 +109,14 @@ def read_corpus(
     min_heldout: int = 1,
     strict: bool = False,
 ) -> Corpus:
-    """Reads documents from folders or files of answers, without duplicates. Holds out a share `heldout_share` of the
-    prompts, at least `min_heldout` and at most `max_heldout`: those with the smallest hashes.
+    """Reads training documents (prompts with answers) from folders or files of answers, without duplicates. The share
+    `heldout_share` of the prompts is held out, at least `min_heldout` and at most `max_heldout`. A hash of the prompt
+    decides, so the choice does not depend on the order of the answers.
 
     Documents are cut at `max_len` tokens, prompt included. An answer that ends in a loop is cut before the third
-    repetition: repetitive text makes measured acceptance lengths too optimistic. Documents are ordered by a hash of
-    their conversation's key, which mixes the sources but keeps a conversation together. Raises PromptError if no
-    document is left to learn from, or with `strict` for an unusable row."""
+    repetition: repetitive text makes measured acceptance lengths too optimistic. Documents are ordered by a hash, which
+    mixes the sources; the answers of one conversation stay together. Raises PromptError if no document is left for
+    training, or with `strict` for an unusable row."""
     documents: list[tuple[str, int, Document]] = []
     counts, dropped = Counter[str](), Dropped()
     for read in read_documents(sources, max_len, counts, None if strict else dropped):
@@ -248,25 +250,25 @@ def prompt_of(key: str) -> str:
 
 
 def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:
-    """Returns the identifiers (`prompt_of`) of the prompts to hold out: those with the smallest hashes. `keys`: keys of
-    all conversations. `num_heldout` explains the other arguments."""
+    """Returns the identifiers (`prompt_of`) of the prompts to hold out: those with the smallest hashes. `keys`: the
+    keys of all conversations. `share`, `most`, `fewest`: see `num_heldout`."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
     return set(prompts[: num_heldout(len(prompts), share, most, fewest)])
 
 
 def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> int:
-    """Returns the number of prompts to hold out of `num_prompts`: 0 for fewer than ten prompts or a `share` of 0.
-    Otherwise `share` * `num_prompts`, rounded up, at least `fewest` (but not above half of the prompts) and at most
-    `most`."""
+    """Returns how many of `num_prompts` prompts to hold out: the share `share`, rounded up, at least `fewest` and at
+    most `most`. `fewest` never makes it more than half of the prompts. Returns 0 for fewer than ten prompts, or if
+    `share` is 0."""
     if not share or num_prompts < 10:
         return 0
     return min(most, max(math.ceil(share * num_prompts), min(fewest, num_prompts // 2)))
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns the number of tokens to keep from the beginning of a text. A loop is the same 1 to 64 tokens at least
-    three times in a row. A text that ends in a loop keeps two repetitions, and at least 12 tokens of the loop. Any
-    other text is kept whole."""
+    """Returns the number of tokens to keep of a text, to cut off an endless repetition at its end. Such a text ends in
+    the same 1 to 64 tokens at least three times in a row; after the first time, they fill at least 12 tokens. Two
+    rounds of them are kept, or 12 tokens if these are more. Any other text is kept whole."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])
@@ -284,8 +286,9 @@ def epoch_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns up to `number` distinct anchors (positions after which a block is drafted) in a document's answer,
-    ascending, redrawn for every epoch (DFlash, section 4.2)."""
+    """Draws up to `number` different anchors in a document's answer; returns them in ascending order. An anchor is a
+    position after which a block is drafted. The draw depends on `seed` and `epoch`: every epoch trains on other
+    positions (DFlash, section 4.2)."""
     every = np.arange(document.answer_start, len(document) - 1)
     if len(every) <= number:
         return every
@@ -311,7 +314,8 @@ def num_valid_slots(document: Document, anchors_A: NDArray[np.int64], block_size
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The position in the training data at which a step begins: an epoch, and an index in its order of documents."""
+    """The position in the training data at which a step begins: an epoch, and an index in the order in which this epoch
+    uses the documents."""
 
     epoch: int = 0
     index: int = 0
@@ -319,8 +323,8 @@ class Place:
 
 class StepPlanner:
     """Chooses the documents of each training step, and the anchors (positions after which a block is drafted) in each.
-    A step takes documents in the epoch's order until it has `blocks_per_step` blocks, up to `anchors` of each document.
-    Every process computes the same plan, which is for all processes together."""
+    A step takes documents in the epoch's order, up to `anchors` blocks of each, until it has `blocks_per_step` blocks.
+    The plan covers the blocks of all processes, and every process computes the same one."""
 
     def __init__(
         self, documents: Sequence[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int

@@ -45,8 +45,8 @@ REMEDY = "free space or choose another --out"
 
 
 class StoredDocuments(Sequence[Document]):
-    """Documents stored in the files of a folder; each is read from disk on access. `rows`: indices of the stored
-    documents that belong to the sequence, in its order; None for all."""
+    """A sequence of documents in files; each is read from disk on access. `rows`: indices of the stored documents that
+    form the sequence, in this order; None for all documents in `folder`."""
 
     def __init__(self, folder: Path, rows: NDArray[np.int64] | None = None) -> None:
         """Raises CacheError if the folder is not one of `write_documents`."""
@@ -74,7 +74,8 @@ class StoredDocuments(Sequence[Document]):
         return (self[place] for place in range(len(self)))
 
     def key(self, place: int) -> str:
-        """Returns the key of the conversation of document number `place`, without the answer's number."""
+        """Returns the key of the conversation to which document number `place` belongs. `Document.key` is this key,
+        followed by the answer's number in the conversation."""
         first, end = (int(number) for number in self.table[self.rows[place], 3:5])
         return self._keys[first:end].decode(errors="surrogatepass")
 
@@ -91,7 +92,8 @@ class _Bytes:
 
 
 def without(documents: Sequence[Document], is_out: Callable[[Document], bool]) -> Sequence[Document]:
-    """Returns the documents for which `is_out` returns False; stored documents stay on disk."""
+    """Returns the documents without those for which `is_out`, given by the caller, returns True. Stored documents are
+    not loaded into memory."""
     if not isinstance(documents, StoredDocuments):
         return [document for document in documents if not is_out(document)]
     is_kept = [not is_out(document) for document in documents]
@@ -101,8 +103,8 @@ def without(documents: Sequence[Document], is_out: Callable[[Document], bool]) -
 def write_documents(
     folder: Path, sources: Iterable[AnswerSource], max_len: int, counts: Counter[str], dropped: Dropped | None
 ) -> StoredDocuments:
-    """Writes the answers in `sources` as documents to files in `folder`, unsorted and with duplicates; returns them.
-    `read_documents` explains how documents are cut, and the other arguments. Raises CacheError for disk errors."""
+    """Writes the answers in `sources` as documents to files in `folder`; returns the stored documents, still unsorted
+    and with duplicates. `read_documents` explains the other arguments. Raises CacheError for disk errors."""
     num_tokens = num_bytes = 0
     with reraised(CacheError, f"cannot write {folder}", REMEDY, OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,8 +156,8 @@ def stored_corpus(
 
 
 def known_only(corpus: Corpus, vocab_size: int, strict: bool = False) -> Corpus:
-    """Returns the corpus without documents that hold tokens unknown to the target; `corpus.dropped` counts them. Raises
-    PromptError if they are more than 10% of all documents, or with `strict` for a single one."""
+    """Returns the corpus without documents that contain token ids unknown to the target; `corpus.dropped` counts them.
+    Raises PromptError if more than 10% of the documents contain such tokens, or with `strict` if one does."""
     documents = chain(corpus.train, corpus.heldout)  # iterated, as stored documents may not fit in memory
     foreign = {document.key for document in documents if not has_vocabulary(document, vocab_size)}
     if not foreign:

@@ -25,8 +25,8 @@ IGNORED = -100
 
 
 def is_tokenised(path: Path) -> bool:
-    """Returns True if a file has tokenised data (token ids with a loss mask), False if it has answers. Answers are
-    always Parquet. A Parquet file is tokenised data if it has a column `input_ids` and no column `answer_ids`."""
+    """Returns True if a file has tokenised data (token ids with a loss mask) instead of answers. Every file that is not
+    Parquet is tokenised data; so is a Parquet file with a column `input_ids` and without a column `answer_ids`."""
     if path.suffix != ".parquet":
         return True
     try:
@@ -37,8 +37,8 @@ def is_tokenised(path: Path) -> bool:
 
 
 def tokenised_answers(path: Path, dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yields the answers in a file of tokenised data, one for each contiguous span of at least two tokens to learn
-    from. An unusable row is counted in `dropped`, or raises RowError if it is None."""
+    """Reads a file of tokenised data; yields an answer for each contiguous span of at least two tokens that the loss
+    mask selects. Unusable rows are counted in `dropped`; if `dropped` is None, the first one raises RowError."""
     for number, (where, row) in enumerate(file_rows(path)):
         try:
             if isinstance(row, RowError):

@@ -65,25 +65,25 @@ class FeatureSource(Protocol):
     """Provides the training loop with the target's hidden states of each document."""
 
     def of(self, number: int) -> Features:
-        """Returns the hidden states of the document with index `number` in the documents of this source."""
+        """Returns the hidden states of document `number`, an index in this source's list of documents."""
         ...
 
 
 class MeasuredSource(FeatureSource, Protocol):
-    """Provides the target's hidden states of documents; also has the documents and the size of their features."""
+    """A feature source that also has its list of documents, and the bytes that their hidden states need."""
 
     @property
     def documents(self) -> Sequence[Document]: ...
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes of the features of one position, before they are encoded for storage."""
+        """Bytes of the hidden states of one token position, before they are encoded for storage."""
         ...
 
 
 class OnlineFeatures:
-    """Computes the target's hidden states on request, one document at a time. Tokens at the beginning of a document
-    that are the same as in the previous one are not computed again."""
+    """Computes the target's hidden states of a document when they are requested. Tokens with which the previous
+    document began too are not computed again."""
 
     def __init__(
         self, target: Target, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
@@ -153,12 +153,12 @@ class OnlineFeatures:
 
 
 class Form:
-    """Storage format of features (hidden states): unchanged values. The subclass `quantised.Int8` stores 8 bits per
-    value."""
+    """Format in which features (hidden states) are stored. This class stores them unchanged; the subclass
+    `quantised.Int8` stores 8 bits per value."""
 
     @property
     def mark(self) -> str:
-        """Name of the format in `fingerprint`; empty for unchanged values."""
+        """Text that distinguishes this format from others in `fingerprint`; empty for unchanged values."""
         return ""
 
     def encode(self, features: Features) -> dict[str, Tensor]:
@@ -173,11 +173,12 @@ class Form:
         return Features(tensors["taps"], tensors.get("final"))
 
     def bytes_of(self, num_bytes: int) -> int:
-        """Returns the bytes of one stored position. `num_bytes`: its bytes before encoding."""
+        """Returns the stored bytes of one token position. `num_bytes`: the bytes of its features before encoding."""
         return num_bytes
 
     def coder(self, features: Features) -> Callable[[], Features]:
-        """Encodes `features` and holds the result in memory. Returns a function that decodes it."""
+        """Encodes `features` and holds only the encoded tensors, to save memory. Returns a function that decodes
+        them."""
         tensors = {name: tensor.clone() if name == "taps" else tensor for name, tensor in self.encode(features).items()}
         return lambda: self.decode(tensors)
 
@@ -201,16 +202,16 @@ class CachedFeatures:
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def missing(self) -> list[int]:
-        """Returns the numbers of the documents that have no file yet; of documents with the same tokens, only the
-        first."""
+        """Returns the numbers of the documents that have no file yet. Of several documents with equal tokens, which
+        share a file, it returns only the first."""
         first = dict[Path, int]()
         for number in range(len(self.documents)):
             first.setdefault(self.path(number), number)
         return [number for path, number in first.items() if not path.exists()]
 
     def check_room(self, missing: list[int], bytes_per_position: int) -> None:
-        """Raises CacheError if the disk lacks room for the documents `missing`, with a margin. `bytes_per_position`:
-        size of the features of one position before encoding."""
+        """Raises CacheError if the disk lacks room, with a margin, for the features of the documents `missing`
+        (numbers). `bytes_per_position`: bytes of the features of one token position, before encoding."""
         positions = sum(len(self.documents[number]) for number in missing)
         check_room(self.folder, positions * self.form.bytes_of(bytes_per_position))
 
@@ -229,11 +230,12 @@ def cache_features(
     computing: Callable[[list[int]], AbstractContextManager[Callable[[int], Features]]] | None = None,
 ) -> CachedFeatures:
     """Computes the features of those documents of `cached` that have no file, and writes their files; returns `cached`.
-    Other runs may write into the same folder at the same time.
+    Several runs may write to the same folder concurrently.
+    - `source`: computes the features.
     - `ranks`: the processes, each of which writes a share of the documents; None for a single process.
-    - `on_document`: called for each document of this process's share, also if it already has a file.
-    - `computing`: replaces `source.of`. It gets the numbers of the documents to compute, and returns a context manager
-      that yields a function, document number -> features.
+    - `on_document`: called once for each document of this process's share, to report progress.
+    - `computing`: replaces `source.of`. It is called with the numbers of the missing documents, and returns a context
+      manager that yields a function, document number -> features.
 
     Raises CacheError if the disk is too small or fails."""
     share, missing = (ranks or Ranks()).share_of(len(cached.documents)), cached.missing()
@@ -273,7 +275,8 @@ def fingerprint(
 
 
 class ScaledFeatures:
-    """Multiplies each of the F features (values of hidden states) of another source by its own power of two."""
+    """A feature source that scales the features of another source. Each of the F values per position is multiplied by
+    its factor in scale_F [F]."""
 
     def __init__(self, source: FeatureSource, scale_F: Tensor) -> None:
         self._source, self._scale_F = source, scale_F
@@ -285,9 +288,10 @@ class ScaledFeatures:
 
 
 def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Measures each of the F features on up to 32 evenly spaced documents, without positions of large norm (attention
-    sinks). Returns (scale [F], mean [F]). Scale: the power of two nearest to 1 / (the feature's root mean square).
-    Mean: that of the scaled feature."""
+    """Measures the magnitude and mean of each of the F features (values of the hidden state of one position). Returns
+    (scale [F], mean [F]): the power of two by which to multiply a feature so that its root mean square is about 1, and
+    the mean of the multiplied feature. It samples up to 32 documents, and ignores positions of unusually large norm
+    (attention sinks)."""
     step = max(1, len(documents) // NUM_SAMPLED)
     taps = (source.of(number).taps_SF for number in range(0, len(documents), step)[:NUM_SAMPLED])
     sample_SF = torch.cat([taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu() for taps_SF in taps])
@@ -301,10 +305,10 @@ def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple
 def stored_scale(
     file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool, mark: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns the results of `measure_scale` (scale [F], mean [F]), from `file` if it has them, so that a resumed run
-    scales features in the same way. If the file is missing or holds another `mark` (text that identifies the features),
-    they are measured, and the process with `is_first` True writes the file. Raises CacheError if the file is damaged or
-    cannot be written."""
+    """Returns the results of `measure_scale` (scale [F], mean [F]) as stored in `file`, so that a resumed run scales
+    features as before. If the file is missing, or was written with another `mark`, they are measured. The process with
+    `is_first` True then writes them to the file. `mark`: text that identifies the features. Raises CacheError if the
+    file is damaged or cannot be written."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             with safe_open(file, "pt") as stored:
@@ -319,8 +323,8 @@ def stored_scale(
 
 @torch.no_grad()
 def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tensor) -> None:
-    """Makes `fc`, the projection of the features, train on features multiplied by scale_F [F]. `state_dict` and
-    `load_state_dict` still use weights for unscaled features."""
+    """Changes `fc`, the network's projection of the features, so that it takes features multiplied by scale_F [F]; its
+    outputs stay the same. `state_dict` and `load_state_dict` still use weights for unscaled features."""
     fc = network.fc
     scale_F = scale_F.to(fc.weight.device)
 
@@ -337,8 +341,8 @@ def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tenso
 
 @torch.no_grad()
 def begin_without_mean(network: DFlashNetwork | Eagle3Network, mean_F: Tensor) -> None:
-    """Initialises `fc`, the projection of the features, for scaled features: weights of equal standard deviation for
-    each of the F features, and an output of zero for the input mean_F. mean_F [F]: mean of each scaled feature."""
+    """Initialises `fc`, the network's projection of the features, for scaled features. All F features get weights of
+    the same standard deviation. The input mean_F [F], the mean of the scaled features, gives the output zero."""
     weight, mean_F = network.fc.weight, mean_F.to(network.fc.weight.device)
     weight.mul_(0.02 / weight.std(dim=0, keepdim=True).clamp(min=1e-12))
     weight.sub_(torch.outer(weight @ mean_F, mean_F) / mean_F.square().sum())

@@ -31,7 +31,8 @@ POSITIONS_PER_BATCH = 8192
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The job of a Ray worker: loads the target and computes hidden states of (document number, document) pairs."""
+    """The job of a Ray worker that computes hidden states: `begin` loads the target, and returns the function that
+    processes a batch of (document number, document) pairs."""
 
     settings: EngineConfig
     taps: tuple[int, ...]
@@ -76,9 +77,10 @@ def stored_features(
     taps: tuple[int, ...],
     form: Form = PLAIN,
 ) -> CachedFeatures:
-    """Returns a feature source that reads the hidden states of `documents` at the target layers `taps` from files,
-    which may still be missing. Their folder is `features-<fingerprint>` in `config.shared_features` or, if that is
-    None, in `config.out`. `mark`: hash of the target (`mark_of_target`), the same in all processes."""
+    """Returns a feature source that reads the hidden states of `documents` at the target layers `taps` from files. It
+    does not create the files: `cache_features` does. They are in the folder `features-<fingerprint>` of
+    `config.shared_features` or, if that is None, of `config.out`. `mark`: hash of the target (`mark_of_target`), the
+    same in all processes."""
     name = fingerprint(mark, target.dtype, taps, config.loop.loss.needs_target_probs, form)
     return CachedFeatures((config.shared_features or config.out) / f"features-{name}", documents, form)
 

@@ -30,8 +30,8 @@ DEPTH = 2
 
 
 class PackPrefetcher:
-    """Assembles packs (batches of training blocks) in advance in a thread, which `close` ends. `pieces` gives the
-    blocks of one pack after another, in the order in which the caller will `take` them."""
+    """Assembles packs (batches of training blocks) in advance in a thread, until `close` is called. `pieces`, given by
+    the caller, yields the blocks of each pack, in the order in which `take` is called for them."""
 
     def __init__(self, packer: Packer, pieces: Iterator[list[Chosen]], depth: int = DEPTH) -> None:
         self._pieces = pieces
@@ -41,8 +41,9 @@ class PackPrefetcher:
         self._packs = deque(self._executor.submit(self._next) for _ in range(depth))
 
     def take(self, chosen: list[Chosen]) -> Pack:
-        """Returns the next pack; waits if it is not ready. `chosen`: the pack's blocks, which must equal those that
-        `pieces` gave. Raises the error of assembling the pack."""
+        """Returns the next pack; waits if it is not ready. `chosen`: the blocks that the caller expects in this pack;
+        they must have the same contents as those that `pieces` yielded. Raises the error that occurred while the pack
+        was assembled."""
         planned, hand_over = self._packs[0].result()  # an error stays in the queue: a second call raises it again
         self._packs.popleft()
         self._packs.append(self._executor.submit(self._next))

@@ -21,7 +21,8 @@ LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class Int8(Form):
-    """Storage format with 8 bits per feature, decoded to `dtype`; final hidden states are stored unchanged."""
+    """Storage format that encodes features (hidden states of the tapped layers) with 8 bits per value, and decodes them
+    to `dtype`. Final hidden states are stored unchanged."""
 
     scale_F: Tensor
     """One power of two per feature, from `measure_scale`, by which features are multiplied before they are stored."""

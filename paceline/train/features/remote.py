@@ -88,8 +88,8 @@ class RemoteFeatures:
 
     @property
     def introduction(self) -> str:
-        """Text for the user that names the server. vLLM does not report its layers, so for vLLM the text also has the
-        layer ids that it must be started with."""
+        """Text for the user that names the server. For vLLM it also names the layers that vLLM must be started with:
+        vLLM does not report its layers, so they cannot be checked."""
         if self._is_paceline:
             return f"hidden states of {self._client.url}"
         ids = [layer + 1 for layer in self._taps]

@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Sources:
-    """Creates a run's feature sources, which give the target's hidden states to the training loop, in each process."""
+    """Creates the feature sources of a run: objects that give the target's hidden states of documents to the training
+    loop. Each process has its own."""
 
     config: TrainConfig
     target: Target
@@ -73,10 +74,11 @@ class Sources:
     _sources: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document]) -> FeatureSource:
-        """Returns the feature source of `documents`. `config.features` selects how it gets the hidden states:
-        - computed on request;
-        - stored on disk, as always on a Ray cluster;
-        - streamed: threads compute those of training documents in advance, and the others are stored on disk."""
+        """Returns a feature source for `documents`. `config.features` selects how it gets the hidden states; "auto"
+        chooses one of these:
+        - online: computed on request;
+        - cached: computed before training and stored on disk. On a Ray cluster, this is always used;
+        - streamed: for training documents, threads compute them in advance; for other documents, as cached."""
         is_learned = documents is self.documents
         if self.config.remote.ray:
             return self._of_ray(documents, is_learned)
@@ -90,8 +92,8 @@ class Sources:
         return self._cached(documents, source, form)
 
     def scale(self, features: FeatureSource) -> tuple[Tensor, Tensor]:
-        """Returns (scale [F], mean [F]): for each feature, the power of two to multiply it by, and the mean of the
-        product. `features`: source of the training documents. Measured once per run, then read from its folder."""
+        """Returns (scale [F], mean [F]) of the F features, as `measure_scale` defines them. They are measured once per
+        run, then read from the run's folder. `features`: source of the training documents."""
         if self._scale is None:
             file = self.config.out / "feature-scale.safetensors"
             mark = fingerprint(identity_of(self.config.target.model), self.target.dtype, self.taps, needs_final=False)
@@ -101,9 +103,9 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Context manager: inside it, threads work for `trainer` in advance. For streamed features, they compute those
-        of the next documents. For features on disk, or streamed to a GPU, a thread assembles the next packs (batches of
-        training blocks)."""
+        """Context manager: inside it, threads compute in advance what the training steps of `trainer` need next. For
+        streamed features, they compute the hidden states of the next documents. For features on disk, or streamed to a
+        GPU, a thread also assembles the next packs (batches of training blocks)."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
                 stack.callback(self.stream.close)

@@ -55,8 +55,9 @@ class StreamedFeatures:
         """Number of documents requested out of order."""
 
     def begin(self, numbers: Iterator[int]) -> None:
-        """Starts threads that compute the features of the documents `numbers`. The caller must request them with `of`
-        in the same order. A document that is requested several times in a row must be in `numbers` only once."""
+        """Starts threads that compute the features of the documents `numbers`, in this order. The caller must then
+        request the documents with `of` in the same order. If it requests a document several times in a row, `numbers`
+        must have it once."""
         self.close()
         self._numbers, self._latest, self._failure, self.num_out_of_order = numbers, None, None, 0
         self._executor = ThreadPoolExecutor(self._num_threads, "paceline-features")
@@ -116,8 +117,9 @@ class StreamedFeatures:
 
 
 def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
-    """Yields, without end, the blocks of each pack that this process will train on, from the trainer's current place in
-    the data. Blocks are (document number, anchor positions) pairs."""
+    """Yields the blocks of each pack (batch) that this process will train on, so that packs can be assembled in
+    advance. Begins at the trainer's current position in the data, and never ends. Blocks are (document number, anchor
+    positions) pairs."""
     place = trainer.state.place
     while True:
         chosen, _, place = trainer.planner.step(place)
@@ -125,8 +127,9 @@ def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
 
 
 def upcoming(trainer: Trainer) -> Iterator[int]:
-    """Yields, without end, the numbers of the documents whose features this process will request, in order, from the
-    trainer's current place in the data. A document requested several times in a row is yielded once."""
+    """Yields the numbers of the documents whose features this process will request, so that they can be computed in
+    advance. Begins at the trainer's current position in the data, and never ends. A document that is requested several
+    times in a row is yielded once."""
     last = None
     for piece in upcoming_pieces(trainer):
         for number, _ in piece:

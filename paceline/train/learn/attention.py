@@ -31,8 +31,8 @@ from paceline.model.torch.sdpa import working_kernels
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The positions in a pack (a batch of training blocks from several documents): the context positions of one
-    document after the other, and the blocks, in the same order of documents."""
+    """Describes which positions of which documents are in a pack (a batch of training blocks). Tensors of a pack hold
+    the context positions of one document after the other, and the blocks in the same order of documents."""
 
     context_lens: tuple[int, ...]
     """Number of context positions per document."""
@@ -191,15 +191,15 @@ CONTEXT, PADDING = -1, -2
 
 
 def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Callable[..., Tensor]:
-    """Returns a mask function for FlexAttention, True where a query (a position of a block) may attend to a key.
-    Visible keys:
-    - context keys of the query's document, before the anchor of the query's block;
-    - keys of the query's own block; with `is_causal`, only those not after the query;
-    - with `window`, of these only keys fewer than `window` positions away.
+    """Returns a mask function for FlexAttention: True where a query (a position of a block) may attend to a key. A
+    query may attend to:
+    - context keys of its document, before the anchor of its block;
+    - keys of its own block; with `is_causal`, only those not after the query.
 
-    slots [4, T]: position, document, block, and anchor of the block, for each of the T queries. keys [3, S]: position,
-    document and block (`CONTEXT` for a context key) of each of the S keys. The mask function can be compiled once and
-    used for all packs (batches of training blocks); it ignores `batch` and `head`."""
+    With `window`, both are limited to keys fewer than `window` positions away. slots [4, T]: position, document, block,
+    and anchor of the block, for each of the T queries. keys [3, S]: position, document and block (`CONTEXT` for a
+    context key) of each of the S keys. The mask function can be compiled once and used for all packs (batches of
+    training blocks); it ignores `batch` and `head`."""
     # Separate tensors: offsets into a common one would become constants of the compiled function.
     position_T, document_T, block_T, anchor_T = (row_T.clone() for row_T in slots)
     position_S, document_S, block_S = (row_S.clone() for row_S in keys)
@@ -222,8 +222,8 @@ TILE = 128
 
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
-    """Returns (flex_attention, create_block_mask), compiled by torch.compile with `backend` for inputs of any size.
-    flex_attention is compiled twice: in the first call, and when the size of its inputs first changes."""
+    """Returns PyTorch's (flex_attention, create_block_mask), compiled by torch.compile with `backend`. They accept
+    inputs of any size; flex_attention is compiled again when the size changes for the first time."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     make = functools.partial(torch.compile, dynamic=True, backend=backend)

@@ -62,10 +62,10 @@ def save_checkpoint(
     trainer: dict[str, Any],
     keep_last: int = 1,
 ) -> Path:
-    """Writes a checkpoint to the folder `step-N` in `folder`; returns its path. Then deletes older checkpoints, so that
-    `keep_last` remain, and those with a larger N, which are from another run. `raw`: the drafter's config.json;
-    `tensors`: its weights; `optimisers`: the optimiser states; `trainer`: contents of trainer.json. Raises CacheError
-    for disk errors; all earlier checkpoints then remain."""
+    """Writes a checkpoint to the folder `step-N` in `folder`; returns its path. Then deletes the oldest checkpoints, so
+    that `keep_last` remain. Checkpoints of later steps are left over from another run, and are deleted too. `raw`: the
+    drafter's config.json; `tensors`: its weights; `optimisers`: the optimiser states; `trainer`: contents of
+    trainer.json. Raises CacheError for disk errors; all earlier checkpoints then remain."""
     newest = folder / f"step-{trainer['step']:06d}"
     described = json.dumps(plain(trainer), indent=1) + "\n"
     if (newest / "trainer.json").is_file() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
@@ -123,7 +123,8 @@ def _finish_rename(folder: Path) -> None:
 
 
 def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Returns (weights, figures) that `save_best` has written to `folder`, or None. Raises CacheError if they cannot be
+    """Reads the best weights of a training run, as `save_best` wrote them to `folder`. Returns (name -> weight, figures
+    such as step and acceptance length), or None if no best weights were saved. Raises CacheError if the files cannot be
     read."""
     best = folder / BEST
     with reraised(CacheError, f"{best} cannot be read", "train with --keep last", OSError, ValueError, SafetensorError):
@@ -134,8 +135,8 @@ def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | 
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Returns the checkpoint in `folder` with the largest step, or None. Raises CacheError if it is incomplete or
-    unreadable."""
+    """Reads the checkpoint of the largest step in `folder`, from which a run resumes. Returns None if there are no
+    checkpoints. Raises CacheError if it is incomplete or unreadable."""
     newest = max(folder.glob("step-*"), default=None)
     if newest is None:
         return None
@@ -149,8 +150,8 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:
-    """Compares the stored settings `before` of the run in `folder` with the current settings `now`. Raises ConfigError,
-    with a list of the differences, for settings that a resumed run may not change (all but `FREE_TO_CHANGE`).
+    """Checks that a run in `folder` can be resumed with the settings `now`; `before` are the settings that it stored.
+    Raises ConfigError, with a list of the differences, if any setting differs that is not in `FREE_TO_CHANGE`.
     `or_else`: further advice at the end of the message."""
     changed = {name: pair for name, pair in differences(before, plain(now)).items() if name not in FREE_TO_CHANGE}
     if changed:

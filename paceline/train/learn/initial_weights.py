@@ -95,8 +95,8 @@ def window_keys(window: int, num_layers: int) -> dict[str, Any]:
 
 def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns the config.json entries that a new drafter copies from its target's config `decoder`. The scaling of the
-    rotary embedding is not copied if it depends on the text's length (LongRoPE), or if the target rotates only a part
-    of each head: a drafter always rotates whole heads."""
+    rotary embedding is left out if a drafter cannot apply it: if it depends on the text's length (LongRoPE), or if the
+    target rotates only a part of each head."""
     keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
     scaling = keys["rope_scaling"]
     if scaling and (decoder.rotary_dim or scaling["rope_type"] in ("longrope", "proportional")):
@@ -119,9 +119,9 @@ def end_keys(target: Target) -> dict[str, float]:
 
 
 def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
-    """Returns config.json entries for the MLP width and numbers of heads that `shape` gives. `keys`: entries copied
-    from the target. If `shape` gives only the number of query heads, that of key-value heads follows from the ratio in
-    `keys`. Raises ConfigError if the number of query heads is not a multiple of that of key-value heads."""
+    """Returns the config.json entries for sizes that `shape` gives: MLP width, query heads and key-value heads. `keys`:
+    entries copied from the target. If `shape` gives query heads but no key-value heads, their ratio is the target's.
+    Raises ConfigError if the number of query heads is not a multiple of the number of key-value heads."""
     sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     group = heads // kv_heads if heads and kv_heads else 1
@@ -164,9 +164,9 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
 
 
 def embedding_matrix(target: Target, config: DFlashConfig | None = None, own: Vocabulary = ALL_TOKENS) -> Tensor:
-    """Returns a copy of the embedding matrix [V, D] that the drafter reads, for the target's V tokens. It is the
-    target's, unless the drafter has another width (`config.has_own_width`): then its rows are those of the drafter's
-    own LM head, `own.head_VD`."""
+    """Returns a copy of the embedding matrix [V, D] that the drafter reads, with a row for each of the target's V
+    tokens. Usually it is the target's. A drafter of another width than the target's (`config.has_own_width`) reads the
+    rows of its own LM head, `own.head_VD`, instead."""
     if config is not None and config.has_own_width and own.head_VD is not None:
         rows_V = rows_of_tokens(own.ids, config.mask_token_id, target.vocab_size)
         return own.head_VD[rows_V].to(target.device, target.dtype)
@@ -174,8 +174,8 @@ def embedding_matrix(target: Target, config: DFlashConfig | None = None, own: Vo
 
 
 def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head_VD: Tensor | None = None) -> Head:
-    """Returns the LM head that the drafter uses: the target's, or only its rows `draft_ids` (the draft vocabulary).
-    `head_VD`: weights of a head of the drafter's own, which replace the target's."""
+    """Returns the LM head that the drafter uses. `draft_ids`: tokens that the head has rows for, the draft vocabulary;
+    None for all tokens. `head_VD`: weights of the drafter's own head, with these rows; None to use the target's."""
     draft_ids = None if draft_ids is None else draft_ids.to(target.device)
     if head_VD is not None:
         weight_VD = head_VD.to(target.device, target.dtype)
@@ -188,10 +188,10 @@ def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head
 def most_frequent(
     number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None], known: Tensor | None = None
 ) -> Tensor | None:
-    """Returns the ids of the `number` most frequent tokens in the answers, ascending, as a draft vocabulary. Returns
-    None (all tokens) if `number` is None, 0, or at least the size of the target's vocabulary. `known`: token ids that
-    come first among equally frequent ones. `say` gets a line with the chosen tokens' share of all tokens in the
-    answers."""
+    """Returns a draft vocabulary: the ids of the `number` most frequent tokens in the corpus's answers, ascending.
+    Returns None, for all tokens, if `number` is None, 0, or at least the size of the target's vocabulary. Among equally
+    frequent tokens, those in `known` (token ids) are preferred. `say`, given by the caller, gets a line of text for the
+    user: the share of the answers' tokens that the vocabulary covers."""
     if not number or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
@@ -205,10 +205,11 @@ def most_frequent(
 
 
 def continued_vocabulary(init: Path | None, corpus: Corpus, target: Target) -> Vocabulary:
-    """Returns the draft vocabulary of a drafter whose training continues. `init`: its folder; None for a new drafter.
-    - A new drafter, or one that drafts all tokens: all tokens.
-    - A drafter of another width than the target's: its current vocabulary, with its own LM head.
-    - Any other drafter: its current tokens, and all tokens of the new answers in `corpus`."""
+    """Returns the draft vocabulary with which a drafter's training continues. `init`: its folder; None for a new
+    drafter, which drafts all tokens.
+    - A drafter that drafts all tokens still drafts all tokens.
+    - A drafter of another width than the target's keeps its vocabulary, and its own LM head.
+    - Any other drafter keeps its tokens, and adds all tokens of the answers in `corpus`."""
     if init is None:
         return ALL_TOKENS
     if is_dflash(read_json(init / "config.json")) and (stored := read_stored(init)).config.has_own_width:
@@ -229,11 +230,13 @@ def network_for(
     block_size: int | None = None,
     window: int | None = None,
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Returns (config.json, network with float32 weights) of a drafter. If `init` is a folder, they are read from it,
-    and `block_size` and `window` (positions that draft layers attend to) replace the stored values, unless None. If
-    `init` is None, a new drafter with the sizes `shape` is created; `block_size` and `window` have no effect.
-    `target_name`: the model whose layers a new drafter copies, if `shape.is_copied`. Raises DrafterMismatchError if
-    `init` belongs to another target, ConfigError if training such a drafter is not implemented."""
+    """Returns (config.json, network with float32 weights) of the drafter to train.
+    - `init`: folder of the drafter to continue; None for a new drafter with the sizes in `shape`.
+    - `target_name`: model whose layers a new drafter copies, if `shape.is_copied`.
+    - `block_size`, `window` (positions that draft layers attend to): new values for the drafter in `init`; None to keep
+      its own. Without `init` they have no effect.
+
+    Raises DrafterMismatchError if `init` belongs to another target, ConfigError if it cannot be trained."""
     if init is not None:
         stored = read_stored(init)
         config, tensors = stored.config, stored.tensors
@@ -277,8 +280,8 @@ def _extended(
 
 
 class FirstNorm(NamedTuple):
-    """Final norm of a new drafter, before the LM head. Its weight sets the scale of the logits at the first step, which
-    `scale_first_logits` adjusts."""
+    """The norm before the LM head of a new drafter. Its weight sets the scale of the first logits; `scale_first_logits`
+    adjusts it."""
 
     weight: Tensor
     offset: float = 0.0
@@ -287,12 +290,12 @@ class FirstNorm(NamedTuple):
 
 @torch.no_grad()
 def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
-    """Scales the weight of `norm` so that the first loss is near log(vocabulary); returns the factor.
+    """Scales the weight of `norm` so that a new drafter's first loss is near log(vocabulary), the loss of uniform
+    guesses; returns the factor.
 
     hidden_TD [T, D]: hidden states of the T draft positions of the first blocks; `slots`: their labels; `head`: the LM
-    head. The factor gives the logits a standard deviation of about one. If the loss is then above log(vocabulary) +
-    `FIRST_LOSS_MARGIN`, since the drafter predicts nearly the same wrong tokens everywhere, bisection reduces the
-    factor until the loss meets this limit."""
+    head. The factor gives the logits a standard deviation of about one. If the loss is still above log(vocabulary) +
+    `FIRST_LOSS_MARGIN`, a smaller factor is searched by bisection."""
     rows_T, reached_T = head.local(slots.labels_AK.flatten())
     is_learned_T = slots.valid_AK.flatten() & reached_T
     hidden_TD, labels_T = hidden_TD[is_learned_T][:MEASURED_SLOTS], rows_T[is_learned_T][:MEASURED_SLOTS]

@@ -65,7 +65,8 @@ class _State:
 
 
 class Trainer:
-    """Trains one drafter network; `resume` loads the latest checkpoint, `run` trains until the end."""
+    """Trains one drafter network. `resume` loads the latest checkpoint; `run` trains up to the configured steps or
+    minutes."""
 
     def __init__(
         self,
@@ -147,13 +148,14 @@ class Trainer:
         notice: Callable[[str], None] = ignore,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Trains until the end and writes checkpoints; returns False if stopped earlier, else True. Raises
-        TrainingError for a loss that is not finite, ProcessesError if processes differ in initial state or weights.
-        - `on_step`: called after each step with its line for metrics.jsonl, which includes the results on `heldout` and
-          `ood` (out-of-distribution) documents if the step ended with an evaluation.
-        - `notice`: gets warnings.
-        - `should_stop`: called after every step; if it returns True in one process, all save a checkpoint and
-          return."""
+        """Trains up to the configured steps or minutes, and writes checkpoints. Returns True at the end, False if
+        stopped earlier. Raises TrainingError for a loss that is not finite, ProcessesError if processes differ in
+        state.
+        - `on_step`: called after each step with its figures, a line of metrics.jsonl. After an evaluation, the figures
+          include "heldout" and, with such documents, "ood" (out of distribution).
+        - `notice`: called with each warning text.
+        - `should_stop`: called after each step; if it returns True in one process, all processes save a checkpoint and
+          stop."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved, most_s = time.monotonic(), 60 * self.config.checkpoint_minutes
         while self.share_done < 1.0:
@@ -241,9 +243,9 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Adds the gradients of this process's share of a step to the weights' `grad`; returns (loss, metrics) of that
-        share. `chosen`: blocks of the whole step, for all processes. `num_slots`: their number of draft positions, by
-        which the loss is divided. `head`: LM head."""
+        """Computes this process's share of a training step: adds the gradients to the weights' `grad`, and returns
+        (loss, metrics) of the share. `chosen`: the step's blocks for all processes. `num_slots`: number of draft
+        positions in these, by which the loss is divided. `head`: LM head."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
@@ -280,16 +282,17 @@ class Trainer:
 
     @torch.no_grad()
     def first_slots(self) -> tuple[Tensor, Slots]:
-        """Returns the inputs of `scale_first_logits`: (hidden states [A * K, D], labels) of the first training
-        document's A blocks of K draft positions each."""
+        """Computes hidden states and labels with which `scale_first_logits` scales a new drafter: (hidden [A * K, D],
+        labels) for the A blocks of the first training document, K draft positions each."""
         chosen, _, _ = self.planner.step(Place())
         pack = self.packer.pack(chosen[:1])
         return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
 
     @torch.no_grad()
     def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
-        """Evaluates the drafter on `documents`, teacher-forced. Returns averages such as "loss" and "eal" (expected
-        acceptance length); `SlotMetrics.rates` lists all. All processes must call it; they share the work."""
+        """Evaluates the drafter on `documents`: it drafts blocks after the documents' own tokens (teacher forcing).
+        Returns averages such as "loss" and "eal" (expected acceptance length); `SlotMetrics.rates` lists all. The
+        processes share the work, so all of them must call it."""
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
@@ -388,9 +391,9 @@ class Trainer:
 
 
 def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
-    """Returns the entropy, in nats per token, of tokens with counts counts_V [V]: the loss of a drafter that knows only
-    token frequencies. `drafted`: ids of the draft vocabulary; None for all tokens. Tokens outside it count in the
-    average with 0 nats."""
+    """Returns the loss, in nats per token, of a drafter that knows only how frequent each token is: the entropy of the
+    counts counts_V [V]. It is a baseline for measured losses. `drafted`: ids of the draft vocabulary; None for all
+    tokens. Tokens outside it have the loss 0."""
     total = counts_V.sum()
     counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]

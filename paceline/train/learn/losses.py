@@ -34,8 +34,8 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Labels (token ids) of the A blocks of a pack (batch). Each block has K = block_size - 1 slots (draft positions);
-    its anchor, the token before them, has no label."""
+    """Labels (token ids) of the A blocks of a pack (batch), for training. A block has an anchor, the last known token,
+    and K = block_size - 1 slots (draft positions) after it; only the slots have labels."""
 
     labels_AK: Tensor
     """The target's token at each slot; arbitrary where `valid_AK` is False."""
@@ -51,7 +51,8 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The target's LM head, frozen: logits = scale * (hidden @ weight^T), soft-capped if `cap` is above 0."""
+    """An LM head, which training does not change: logits = scale * (hidden @ weight^T), soft-capped if `cap` is above
+    0."""
 
     weight_VD: Tensor
     scale: float = 1.0
@@ -82,8 +83,8 @@ class Head:
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (rows, is_known) of the shape of the token ids `labels`: each token's row in `weight_VD`, and whether
-        the head has the token. If it does not, the row is arbitrary."""
+        """Returns (rows, is_known), each of the shape of the token ids `labels`: the row of each token in `weight_VD`,
+        and True if the head has a row for it. Where `is_known` is False, the row is arbitrary."""
         if self.columns is None:
             return labels, torch.ones_like(labels, dtype=torch.bool)
         rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)
@@ -113,8 +114,8 @@ class SlotMetrics:
 
     @property
     def selector_2(self) -> Tensor:
-        """Two sums of a selector (part of DFlash 2 that chooses each draft among candidates), [2]: its loss, and the
-        number of slots (draft positions) whose candidates include the target's token."""
+        """Two sums over slots (draft positions) whose candidates include the target's token, [2]: the selector's loss,
+        and the number of these slots. The selector is the part of DFlash 2 that chooses each draft among candidates."""
         return self.flat[1 + 4 * self._num_slots :][:2]
 
     @property
@@ -131,14 +132,14 @@ class SlotMetrics:
         return (len(self.flat) - 3) // 8
 
     def rates(self) -> dict[str, Any]:
-        """Returns averages, for slots (draft positions) inside documents:
+        """Returns averages over slots (draft positions) inside documents:
         - "loss", "accuracy": means over all slots;
         - "recall1", "recall16": for each slot, the share of blocks with the target's token in the drafter's top 1 or
           top 16;
         - "eal": expected acceptance length, 1 + sum over k of P(slots 1 to k all right).
 
-        With a selector, "eal" is that of its choices; "base_eal" is that of the most probable tokens, "selector_lift"
-        the difference, and "selector_loss" the selector's mean loss."""
+        For a drafter with a selector, "eal" is measured on the selector's choices. It then also returns "base_eal" (of
+        the most probable tokens), "selector_lift" (eal - base_eal) and "selector_loss" (mean loss of the selector)."""
         counts_K, top1_K, top16_K, prefix_K = self.sums_4K
         counts_K = counts_K.clamp(min=1)
         eal = 1.0 + float((prefix_K / counts_K).sum())
@@ -161,13 +162,13 @@ class SlotMetrics:
 def head_loss(
     hidden_TD: Tensor, slots: Slots, head: Head, config: LossConfig, num_slots: float, is_measured: bool = True
 ) -> tuple[Tensor, SlotMetrics]:
-    """Computes the training loss from hidden states of a pack (batch of blocks); returns (loss, metrics). A backward
-    pass from the loss gives the gradient of `hidden_TD`.
+    """Computes the training loss of a pack (batch of blocks); returns (loss, metrics). A backward pass from the loss
+    gives the gradient of `hidden_TD`.
 
-    hidden_TD [A * K, D]: normed hidden states of the slots (K draft positions of each of A blocks), block after block,
-    from which the LM head `head` computes the logits. The loss is the weighted sum over slots inside the document,
-    divided by `num_slots`, the number of these in the whole step: losses of packs and processes add up to the step's.
-    Metrics cover all blocks in an evaluation (without gradients), and only the first ones in training, to save time.
+    hidden_TD [A * K, D]: normed hidden states of the slots (K draft positions of each of A blocks), block after block;
+    the LM head `head` computes the logits from them. The loss is a weighted sum over slots inside the document, divided
+    by `num_slots`, their number in the whole step. So the losses of all packs and processes add up to the step's loss.
+    To save time, metrics cover only the first blocks in training; in an evaluation (without gradients) they cover all.
     With `is_measured` False they are zero."""
     grad_TD = torch.empty_like(hidden_TD) if hidden_TD.requires_grad else None
     total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
@@ -337,8 +338,8 @@ def _count(mask_RV: Tensor) -> Tensor:
 
 
 class LossVocabulary:
-    """Selects the tokens over which a training step's cross entropies are computed: the most frequent ones, the step's
-    labels, and a random sample of the others."""
+    """Limits the loss of each training step to a part of a large vocabulary, to save time: the most frequent tokens,
+    the step's labels, and a random sample of the others."""
 
     SHARE_SAMPLED = 0.25
 
@@ -350,9 +351,9 @@ class LossVocabulary:
         self._rest = order_V[size - self._num_sampled :]
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
-        """Returns an LM head with only the rows of the tokens selected for one step, which include all `labels` (token
-        ids). `generator`: source of the random sample. `scale` multiplies the logits; `cap` above 0 is their soft
-        cap."""
+        """Returns an LM head that has rows only for the tokens of one step's loss, among them all `labels` (token ids).
+        Logits of sampled tokens are raised, so that they also represent tokens that were not sampled. `generator`:
+        draws the sample. `scale`: factor on the logits; `cap`: their soft cap, 0 for no cap."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]
         certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))

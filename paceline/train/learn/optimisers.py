@@ -23,7 +23,8 @@ grow."""
 
 
 class Optimisers:
-    """One or two optimisers for all parameters of a network, driven by one learning rate."""
+    """The optimisers of a network: AdamW for all parameters, or Muon for matrices and AdamW for the rest. All follow
+    one learning-rate schedule."""
 
     def __init__(self, network: nn.Module, config: OptimConfig) -> None:
         named = [each for each in network.named_parameters() if each[1].requires_grad]
@@ -56,15 +57,16 @@ class Optimisers:
         return self._lr * lr_share
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) of all optimiser states, such as "0.3.exp_avg": OPTIMISER.PARAMETER.KEY, with the
-        numbers of optimiser and parameter. The states exist after the first step."""
+        """Yields (name, tensor) of all optimiser states, for a checkpoint. A name such as "0.3.exp_avg" has the number
+        of the optimiser, the number of the parameter, and PyTorch's key. Yields nothing before the first step."""
         for number, optimiser in enumerate(self.every):
             for index, state in optimiser.state_dict()["state"].items():
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
 
     def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Restores optimiser states (name -> tensor, as from `states`) in the dtype of their parameters.
-        `laid_out(parameter, state)`: returns the part of a whole state tensor that this process holds."""
+        """Restores the optimiser states of a checkpoint (name -> tensor, as from `states`) in the dtype of their
+        parameters. `laid_out(parameter, state)`, given by the caller, returns the part of a state that this process
+        holds."""
         slots = [[(weight, group) for group in one.param_groups for weight in group["params"]] for one in self.every]
         for name, tensor in stored.items():
             number, index, key = name.split(".")

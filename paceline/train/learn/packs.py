@@ -29,8 +29,8 @@ Chosen = tuple[int, NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Inputs and labels of one forward and backward pass: A blocks of some documents, with K = block_size - 1 draft
-    positions each."""
+    """Inputs and labels of one forward and backward pass: a batch of A training blocks from some documents, with K =
+    block_size - 1 draft positions each."""
 
     layout: Layout
     anchors_A: Tensor
@@ -43,7 +43,8 @@ class Pack:
     """Token id after each context position, for drafters that also read embeddings."""
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Pack:
-        """Returns the pack with `change` applied to every tensor, such as a copy to another device."""
+        """Returns a copy of the pack in which each tensor is replaced by `change(tensor)`, for example to copy the pack
+        to another device."""
         slots, final = self.slots, self.slots.final_AKD
         return Pack(
             replace(self.layout, anchors=tuple(map(change, self.layout.anchors))),
@@ -108,9 +109,9 @@ class Packer:
 
 
 def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
-    """Returns the context of blocks at these anchors: the positions in the document that the blocks attend to, before
-    the last anchor. `window`: largest sliding window of the network's layers, in positions; None if a layer attends to
-    all."""
+    """Returns the context of the blocks at these anchors of one document: the range of positions, before the last
+    anchor, that covers everything the blocks attend to. `window`: largest sliding window of the network's layers, in
+    positions; None if a layer attends to all positions."""
     return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
 
 
@@ -133,8 +134,9 @@ class PackBudget:
         return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
 
     def pieces(self, chosen: Chosen) -> Iterator[Chosen]:
-        """Splits one document's blocks, (document number, anchor positions), into parts that each fit one pack. If
-        there are several parts, the anchors are sorted."""
+        """Splits the blocks of one document, (document number, anchor positions), into parts that each fit one pack
+        (batch of training blocks). Yields `chosen` unchanged if it fits; otherwise the parts follow the order of the
+        anchors."""
         number, anchors_A = chosen
         if self.tokens is None or self.size(anchors_A) <= self.tokens:
             yield chosen
@@ -199,8 +201,8 @@ class Trainable(Protocol):
 
 
 class DFlashTrainable(Trainable):
-    """Trains DFlash. A block is [anchor, MASK, MASK, ...]; each layer reads the context as keys and values computed
-    from hidden states of some target layers."""
+    """A DFlash drafter in training. The input of a block is [anchor, MASK, MASK, ...]. Each layer attends to the
+    context by keys and values, which are computed from hidden states of some target layers."""
 
     def __init__(self, network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> None:
         self.network, self.raw, self.layers = network, raw, network.layers
@@ -221,8 +223,8 @@ class DFlashTrainable(Trainable):
         return self.hidden_of(tokens_AB, pack, embedding_VD, is_autocast)
 
     def hidden_of(self, tokens_AB: Tensor, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns the hidden states of `hidden` for other input tokens: tokens_AB [A, B], for A blocks of B =
-        block_size tokens."""
+        """Computes the same as `hidden`, but for other input tokens than [anchor, MASK, MASK, ...]. tokens_AB [A, B]:
+        token ids of A blocks of B = block_size positions."""
         config = self._config
         embedded_TD = F.embedding(tokens_AB.flatten(), embedding_VD).float() * config.input_embedding_scale
         dtype = torch.bfloat16 if is_autocast else torch.float32

@@ -29,12 +29,12 @@ SAME = 1e-3
 
 
 def restrict(network: nn.Module, config: LoopConfig) -> None:
-    """Selects the weights of a drafter that training changes, by `config.learn`:
-    - "all": all of them;
-    - "last-layer": the last layer and the final norm;
-    - "low-rank": only factors A and B that are added to each projection; their product is added to its weight.
+    """Freezes the weights of a drafter that training must not change, by `config.learn`:
+    - "all": no weight is frozen;
+    - "last-layer": only the last layer and the final norm are trained;
+    - "low-rank": each projection gets two small trained matrices, whose product is added to its frozen weight.
 
-    Raises ConfigError if the rank is not below the sizes of a projection."""
+    Raises ConfigError if the rank of the small matrices is not below the sizes of a projection."""
     if config.learn == "all":
         return
     assert isinstance(network, DFlashNetwork), "`check_part` refuses the others"
@@ -78,8 +78,8 @@ def factors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def restore_factors(network: nn.Module, checkpoint: Checkpoint) -> None:
-    """Moves the low-rank factors from `checkpoint.optimisers` into the network, which must have the weights of the
-    drafter in --init. Raises ConfigError if its weights, with the factors added, differ from the checkpoint's: then
+    """Restores the low-rank factors of a resumed run: moves them from `checkpoint.optimisers` into the network, which
+    has the weights of the drafter in --init. Raises ConfigError if the weights then differ from the checkpoint's, since
     --init names another drafter than at the run's start."""
     for name, weight in factors(network):
         weight.copy_(checkpoint.optimisers.pop(name))

@@ -23,8 +23,8 @@ LINE_EVERY = 25
 def tracked(
     run: RunFolder, trainer: Trainer, progress: Progress, log_to: str = "none"
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Context manager that yields a function for `Trainer.run`'s `on_step`: it logs each step, and reports it to
-    `progress` and to the tracker `log_to`, such as "wandb"."""
+    """Context manager that yields a function for the argument `on_step` of `Trainer.run`. The function logs each step
+    in the run folder, and reports it to `progress` and to the experiment tracker `log_to`, such as "wandb"."""
     number = trainer.total_steps - trainer.state.step
     with progress.bar("training", number) as advance, tracker(log_to, run.path) as add_scalars:
 
@@ -50,23 +50,24 @@ def tracked(
 
 
 def time_left(trainer: Trainer) -> str:
-    """Returns the estimated time of the remaining steps, such as ", 12 min left"; empty before the first step and at
-    the end."""
+    """Returns the estimated time until the end of training as text, such as ", 12 min left". Returns an empty text
+    before the first step and at the end."""
     done, seconds = trainer.share_done, trainer.state.seconds
     return f", {seconds * (1.0 - done) / done / 60:.0f} min left" if 0 < done < 1 else ""
 
 
 def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
-    """Returns {"eal", "loss"}: the latest expected acceptance length and loss, on held-out documents or, without any,
-    on the documents of the last step."""
+    """Returns {"eal", "loss"}: the expected acceptance length and the loss of the latest evaluation on held-out
+    documents. If the run has no held-out documents, they are those of the last training step. A value is None if it was
+    not measured yet."""
     seen = [line.get("heldout") if "heldout" in trainer.heldout else line for line in run.metrics()]
     newest = next((figures for figures in reversed(seen) if figures), {})
     return {key: newest.get(key) for key in ("eal", "loss")}
 
 
 def risen_rate(run: RunFolder, trainer: Trainer) -> str | None:
-    """Returns a note for the user if a resumed run begins with a much higher learning rate than at its last step,
-    because the run was lengthened; otherwise None."""
+    """Returns a note that explains to the user why the loss rises at first: a resumed run that was lengthened begins
+    with a much higher learning rate than at its last step. Returns None if the rate is not much higher."""
     last = next((line["lr"] for line in reversed(run.metrics()) if line.get("lr")), None)
     now = trainer.config.optim.lr * learning_rate_share(trainer.share_done)
     if last is None or trainer.share_done <= WARM_UP_SHARE or now < MUCH_HIGHER * last:

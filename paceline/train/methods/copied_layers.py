@@ -69,9 +69,9 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
 
 @torch.no_grad()
 def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
-    """Initialises `fc`, the projection of hidden states of some target layers (taps). Its output is the average of the
-    taps, each divided by its own root mean square, plus a little noise. Call it before `train_in_scaled_units`. scale_F
-    [F]: the inverse of each feature's root mean square, from `measure_scale`."""
+    """Initialises `fc`, the projection of hidden states of some target layers (taps), so that it computes the average
+    of the taps, with a little noise. Each tap is first divided by its root mean square. Call it before
+    `train_in_scaled_units`. scale_F [F]: result of `measure_scale`."""
     size = network.config.shape.hidden_size
     scale_F = scale_F.to(network.fc.weight)
     scale_LD = scale_F.unflatten(0, (-1, size))
@@ -141,10 +141,10 @@ def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
 
 @torch.no_grad()
 def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
-    """Returns the typical magnitude of the outputs of a query or key projection for a normed input. It initialises the
-    weight of a draft layer's norm of these outputs. `projection`: linear layer with heads of `head_dim` outputs each;
-    `norm_D`: weight of the norm before it. The magnitude is the geometric mean of the heads' root mean squares, so a
-    single head with very large biases has little effect."""
+    """Returns the typical magnitude of the outputs of a query or key projection. A draft layer that normalises these
+    outputs begins with this value as the weight of the norm, so that it keeps their scale. `projection`: linear layer
+    with heads of `head_dim` outputs each; `norm_D`: weight of the norm of its inputs. The geometric mean over the heads
+    is used, so a single head with very large biases has little effect."""
     square_X = (projection.weight * norm_D).square().sum(1)
     if projection.bias is not None:
         square_X = square_X + projection.bias.square()

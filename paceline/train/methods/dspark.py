@@ -42,11 +42,14 @@ class DSparkTrainable(DFlashTrainable):
         num_slots: float,
         is_measured: bool = True,
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
-        step. hidden_TD [A * K, D]: result of `hidden` for the pack (A blocks, K draft positions each); `head`: LM head
-        with the tokens over which the loss is computed; embedding_VD: the target's embedding matrix. Only the returned
-        loss includes that of the confidence head. Metrics cover all blocks in an evaluation, the first ones in
-        training; with `is_measured` False they are zero."""
+        """Returns (loss, metrics) of one pack (batch of A blocks with K draft positions each). The loss is divided by
+        `num_slots`, the draft positions of the whole step. It includes the loss of the confidence head, which the
+        metrics leave out.
+        - `hidden_TD` [A * K, D]: result of `hidden` for the pack.
+        - `head`: LM head with the tokens over which the loss is computed.
+        - `embedding_VD`: the target's embedding matrix.
+        - `is_measured`: False for metrics of zero. Otherwise they cover the first blocks in training, all blocks in an
+          evaluation."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block = slots.labels_AK.shape[1]
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)

@@ -89,10 +89,10 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 
 @torch.no_grad()
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
-    """Makes the network train on features of similar magnitude; returns the scale [F] to multiply features by. It is
-    scale_F, or all ones if the network has norms before `fc`, the projection of the features. In a new drafter
-    (`is_new`), such norms get weights proportional to scale_F, and `fc` is changed so that the input mean_F gives the
-    output zero. scale_F, mean_F [F]: results of `measure_scale`."""
+    """Makes the network train on features of similar magnitude; returns the scale [F] by which the caller must multiply
+    features. If the network itself norms features before `fc` (their projection), the scale is all ones; otherwise it
+    is scale_F. For a new drafter (`is_new`), also initialises these norms by scale_F, and `fc` so that the average
+    input gives the output zero. scale_F, mean_F [F]: results of `measure_scale`."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)
@@ -117,9 +117,9 @@ def target_head(target: Target, ids: Tensor) -> Head:
 
 
 class ChainAttention:
-    """Attention in the training of drafters that draft token by token. The drafts of a block are computed in steps; the
-    attribute `step` is the number of the current one. Step 0 has one query per context position of the pack, each later
-    step one per block."""
+    """Attention for training drafters that draft token by token. All blocks of a pack draft their next token in the
+    same step; the caller sets the attribute `step` to its number. Step 0 has one query per context position of the
+    pack, each later step one query per block."""
 
     def __init__(
         self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
@@ -198,10 +198,11 @@ def chain_hidden(
     states_ND: Tensor,
     embed: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Runs all steps of a pack's chains (blocks drafted token by token), with the text's own tokens as inputs. Returns
-    the inputs of the LM head [A * K, D] (A blocks, K drafts each). `network`: (embedded tokens, states, attention) ->
-    (states for the next step, inputs of the LM head). states_ND: states of the N context positions, for step 0.
-    `embed`: token ids -> embeddings."""
+    """Runs all steps of a pack of blocks that are drafted token by token; returns the inputs of the LM head [A * K, D]
+    (A blocks, K drafts each). The input tokens are the text's own, not the drafter's.
+    - `network`: one step; (embedded tokens, states, attention) -> (states for the next step, inputs of the LM head).
+    - states_ND: states of the N context positions, for step 0.
+    - `embed`: token ids -> embeddings."""
     states_TD, normed_TD = network(embed(pack.behind_N), states_ND, attend)
     states_AD, outputs = states_TD[attend.entries_A], [normed_TD[attend.entries_A]]
     for attend.step in range(1, pack.slots.labels_AK.shape[1]):
@@ -220,8 +221,9 @@ class Eagle3Trainable(Trainable):
         self._own = network  # with its class, for the type checker
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns hidden states [A * K, D] (A blocks, K draft positions each) for the drafter's own head. embedding_VD
-        [V, D]: the target's embedding matrix. With `is_autocast`, products are computed in bfloat16."""
+        """Returns hidden states [A * K, D] (A blocks, K draft positions each), from which the drafter's own LM head
+        computes logits. embedding_VD [V, D]: the target's embedding matrix. With `is_autocast`, products are computed
+        in bfloat16."""
         network, dtype = self._own, torch.bfloat16 if is_autocast else torch.float32
         attend = ChainAttention(network.config.shape, pack.layout, dtype)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):

@@ -43,8 +43,8 @@ from paceline.train.plan.target_facts import TargetFacts, read_target
 
 @dataclass(frozen=True, slots=True)
 class InitialDrafter:
-    """A drafter before its first training step, with the target layers that it reads, and two LM heads: one to compute
-    training losses, one to draft."""
+    """A drafter before its first training step, and what its training needs: the target layers that it reads, an
+    embedding matrix, and LM heads. Training losses may use a head with more tokens than the one for drafting."""
 
     drafter: Trainable
     network: DFlashNetwork | Eagle3Network | MtpNetwork
@@ -63,8 +63,8 @@ class InitialDrafter:
 
     @property
     def first_norm(self) -> FirstNorm | None:
-        """The final norm of a new network, whose weight sets the scale of its logits; None for a network that was
-        already trained."""
+        """The norm before the LM head of a new network, for `scale_first_logits`; None for a network that was already
+        trained."""
         if not self.is_new:
             return None
         if isinstance(self.network, MtpNetwork):
@@ -73,10 +73,10 @@ class InitialDrafter:
 
 
 def check_drafter(config: TrainConfig) -> None:
-    """Checks, before prompts are answered, that the run's drafter fits the target's sizes. Raises ConfigError if a
-    setting of a new drafter does not fit, or if the drafter in `config.init` has other sizes than the user gave;
-    DrafterMismatchError if it belongs to another target; and the errors of reading it. Does nothing with --scale tiny,
-    or if the target's sizes cannot be read without its weights."""
+    """Checks that the run's drafter fits the target, before time is spent on answers. Raises ConfigError if a setting
+    of a new drafter does not fit, or if the drafter in `config.init` has other sizes than the user gave;
+    DrafterMismatchError if it belongs to another target; and the errors of reading it. Checks nothing with --scale
+    tiny, or if the target's sizes cannot be read without its weights."""
     if config.scale != "default":
         return
     init = init_folder(config.init, config.target.model)
@@ -132,10 +132,11 @@ def _check_new(shape: DrafterShape, target: TargetFacts) -> None:
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the token ids of the draft vocabulary with which a run trains, ascending; None for all tokens. It has the
-    most frequent tokens in the answers; among equally frequent ones, those of the drafter in `config.init` come first.
-    An EAGLE-3 drafter in `config.init` keeps its vocabulary. `say` gets a line with the chosen tokens' share of all
-    tokens in the answers."""
+    """Returns the token ids of the draft vocabulary with which a run trains, ascending. An EAGLE-3 drafter in
+    `config.init` keeps its vocabulary. Otherwise it is the most frequent tokens in the answers; among equally frequent
+    ones, those of the drafter in `config.init` are preferred. Returns None for a drafter of all tokens, unless it is
+    EAGLE-3, which gets all ids. `say`, given by the caller, gets a line of text for the user: the share of the answers'
+    tokens that the vocabulary covers."""
     init, number = init_folder(config.init, config.target.model), config.shape.draft_vocab
     is_eagle3 = config.shape.kind == "eagle3"
     if is_eagle3 and init is not None:
@@ -205,8 +206,8 @@ def _own_vocabulary(
 
 
 def use_scaled_units(initial: InitialDrafter, scale_F: Tensor, mean_F: Tensor) -> Tensor:
-    """Makes the drafter train on features of similar magnitude; returns the scale [F] by which the caller multiplies
-    features. (It is all ones for mtp drafters, which have a norm for features.) scale_F, mean_F: results of
+    """Makes the drafter train on features of similar magnitude; returns the scale [F] by which the caller must multiply
+    features. For mtp drafters it is all ones, since they norm features themselves. scale_F, mean_F [F]: results of
     `measure_scale`."""
     network = initial.network
     if isinstance(network, MtpNetwork):

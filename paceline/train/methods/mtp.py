@@ -45,8 +45,9 @@ FIRST_DEVIATION = 0.02
 
 
 class MtpNetwork(nn.Module):
-    """The network of a multi-token-prediction layer in training; its `state_dict` has the names of `MtpLayer.tensors`.
-    tests/train/test_mtp_training.py compares it with draft/mtp/drafter.py, which drafts with such a layer."""
+    """The trainable network of a multi-token-prediction layer. Its `state_dict` uses the tensor names of
+    `MtpLayer.tensors`. It must compute the same as draft/mtp/drafter.py, which drafts with the layer; a test compares
+    them."""
 
     def __init__(self, layer: MtpLayer) -> None:
         """Copies the weights, as float32. Raises UnsupportedModelError for attention sinks."""
@@ -62,9 +63,9 @@ class MtpNetwork(nn.Module):
         self._names = frozenset(layer.tensors)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: ChainAttention) -> tuple[Tensor, Tensor]:
-        """Runs one step; returns (hidden states for the next step, inputs of the LM head), [T, D] each. hidden_TD:
-        hidden states of the positions before the tokens: in the first step the target's, later those that the previous
-        step returned."""
+        """Runs one step; returns (hidden states for the next step, inputs of the LM head), [T, D] each. `embedded_TD`:
+        embeddings of T tokens. `hidden_TD`: for each of these, the hidden state of the position before it. In the first
+        step they are the target's hidden states, later those that the previous step returned."""
         scale = self.config.residual_scale
         both_TX = torch.cat([self._norm("embedding_norm", embedded_TD), self._norm("hidden_norm", hidden_TD)], dim=-1)
         hidden_TD = self._linear("fc", both_TX).float()
@@ -167,13 +168,13 @@ def _is_read_by_each(shape: DecoderConfig, name: str) -> bool:
 
 
 def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNetwork]:
-    """Returns (config.json, multi-token-prediction layer to train). The layer is the first of these:
+    """Returns (config.json, multi-token-prediction layer) with which training begins:
     - with --init, the layer of that drafter;
-    - with `config.shape.is_copied`, a copy of the target's last layer of full attention;
-    - otherwise the multi-token-prediction layer of the target itself.
+    - else, with `config.shape.is_copied`, a copy of the target's last layer of full attention;
+    - else, the target's own multi-token-prediction layer.
 
-    Raises ConfigError if the target has no such layer, or has one although a copy is requested; DrafterMismatchError if
-    --init belongs to another target; and the errors of reading the files."""
+    Raises ConfigError if the target has no such layer and none is copied, or if it has one although a copy is
+    requested; DrafterMismatchError if --init belongs to another target; and the errors of reading the files."""
     init = init_folder(config.init, config.target.model)
     layer = read_mtp(init) if init is not None else _first_layer(config)
     for what, mine, theirs in (
@@ -186,10 +187,11 @@ def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNet
 
 
 def check_mtp(config: TrainConfig) -> None:
-    """Checks, before answers are generated, that an mtp training has a multi-token-prediction layer to begin with. Does
-    nothing for other drafters, with --init, or with --scale tiny. Raises ConfigError if the target has no such layer,
-    or has one although a copied layer is requested (`config.shape.is_copied`); UnsupportedModelError if no layer can be
-    copied; ModelNotFoundError, DownloadError or ModelFileError if the target cannot be read."""
+    """Checks that the training of an mtp drafter has a multi-token-prediction layer to begin with, before time is spent
+    on answers. Checks nothing for other drafters, with --init, or with --scale tiny. Raises ConfigError if the target
+    has no such layer and none is copied, or if it has one although a copy is requested (`config.shape.is_copied`);
+    UnsupportedModelError if no layer can be copied; ModelNotFoundError, DownloadError or ModelFileError if the target
+    cannot be read."""
     if config.shape.kind == "mtp" and config.init is None and config.scale == "default":
         _first_layer(config)
 
@@ -217,10 +219,10 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
 
 @torch.no_grad()
 def new_layer(path: Path, seed: int = 0) -> MtpLayer:
-    """Returns a new multi-token-prediction layer for a target without one. `path`: the target's folder or GGUF file.
-    The layer is a copy of the target's last layer of full attention and of its final norm. Its input is the sum of the
-    normed embedding and the normed hidden state, with a little noise in the weights, drawn by `seed`. Raises
-    UnsupportedModelError if no layer can be copied."""
+    """Creates a multi-token-prediction layer for a target without one, as a copy of the target's last layer of full
+    attention and of its final norm. `path`: the target's folder or GGUF file. At first, the layer's input is about the
+    sum of the normed embedding and the normed hidden state; `seed` draws a little noise. Raises UnsupportedModelError
+    if no layer can be copied."""
     raw = config_json(path)
     config = decoder_config(raw, path)
     layer = one_layer(config)

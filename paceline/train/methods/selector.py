@@ -33,10 +33,10 @@ from paceline.train.methods.dspark import DSparkTrainable
 
 @dataclass(frozen=True, slots=True)
 class BlockSample:
-    """A random sample of a training step's blocks, on which DFlash 2's selector is trained: each block with probability
-    `share`. A hash of the block's tokens and of `key` (text that names the step) decides, so the sample is the same
-    however blocks are divided among packs and processes. The sample's loss is divided by `share`, so the expected
-    gradient is that of all blocks."""
+    """A random sample of a training step's blocks. DFlash 2's selector is trained only on these, to save time. Each
+    block is in the sample with probability `share`; the loss is divided by `share` to compensate. A hash of the block's
+    tokens and of `key` (text that names the step) decides, so the sample does not depend on how blocks are divided
+    among packs and processes."""
 
     share: float = 1.0
     key: str = ""
@@ -77,11 +77,16 @@ class DFlash2Trainable(DFlashTrainable):
         is_learning: bool,
         sample: BlockSample = ALL_BLOCKS,
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns (loss, metrics) of the selector; the loss is divided by `num_slots`, the draft positions of the whole
-        step. hidden_TD [A * K, D]: result of `hidden` for the pack (A blocks, K draft positions each); `head`: LM head
-        that proposes the candidates; embedding_VD: the target's embedding matrix. Training uses the blocks of `sample`,
-        evaluation (without gradients) all. `is_learning`: False while the selector is not trained yet; a training pass
-        then has zero loss, gradients and metrics. With `is_measured` False, the metrics are zero."""
+        """Returns (loss, metrics) of the selector for one pack (batch of A blocks with K draft positions each). The
+        loss is multiplied by the weight `config.selector`, and divided by `num_slots`, the draft positions of the whole
+        step.
+        - `hidden_TD` [A * K, D]: result of `hidden` for the pack.
+        - `head`: LM head that proposes the candidates.
+        - `embedding_VD`: the target's embedding matrix.
+        - `is_measured`: False for metrics of zero.
+        - `is_learning`: False for a training step without the selector: loss, gradients and metrics are zero.
+        - `sample`: blocks used in training. An evaluation (without gradients) ignores this and `is_learning`: it uses
+          all."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block, sample = slots.labels_AK.shape[1], sample if is_training else ALL_BLOCKS
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)

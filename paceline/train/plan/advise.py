@@ -43,8 +43,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Prediction for a drafter trained on a certain number of answers: acceptance length, speed, training hours and
-    cost."""
+    """Prediction for a drafter trained on `answers` answers: its acceptance length and speed, and the hours and cost of
+    the training."""
 
     answers: int
     tokens_per_round: float

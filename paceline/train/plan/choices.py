@@ -51,11 +51,14 @@ that of all weights for the last layer, and two to four times for low-rank diffe
 
 
 def for_chains(config: TrainConfig) -> TrainConfig:
-    """Returns the config with defaults that depend on the drafter's type, for settings that the user did not give:
-    - eagle3, mtp (which draft token by token): one layer, cross entropy as the loss, and blocks of `ttt_steps` drafts;
+    """Returns the config with settings that follow from the drafter's type. Unless noted, they replace only settings
+    that the user did not give.
+    - eagle3, mtp (which draft token by token): one layer, and cross entropy as the loss; blocks always have `ttt_steps`
+      drafts;
     - eagle3: also a draft vocabulary;
-    - mtp: also a loss weight that falls from draft to draft; a small learning rate if the layer is the target's own;
-    - other types: only a larger learning rate, and only if a part of the drafter is trained (`loop.learn`).
+    - mtp: also a loss weight that falls from draft to draft, and a small learning rate if the layer is the target's
+      own;
+    - other types: a larger learning rate if only a part of the drafter is trained (`loop.learn`).
 
     Raises ConfigError for settings that do not fit the drafter's type."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
@@ -85,8 +88,9 @@ def for_chains(config: TrainConfig) -> TrainConfig:
 
 
 def check_part(config: TrainConfig) -> None:
-    """Checks the settings of a run that trains only a part of a drafter (`loop.learn` is not "all"). Raises ConfigError
-    without `init`, for drafters other than DFlash and DFlash 2, or for settings that need the whole drafter."""
+    """Checks the settings for training only a part of a drafter (`loop.learn` other than "all"). Raises ConfigError
+    without `init`, for drafters other than DFlash and DFlash 2, for settings that need the whole drafter, or for a rank
+    without low-rank training."""
     loop, kind = config.loop, config.shape.kind
     has_rank, part = loop.rank != LoopConfig().rank, f"learn {loop.learn}"
     refuse(ConfigError, (has_rank and loop.learn != "low-rank", f"rank means nothing for {part}: leave it out"))
@@ -105,8 +109,8 @@ def check_part(config: TrainConfig) -> None:
 
 
 def is_trained_already(shape: DrafterShape) -> bool:
-    """Returns True if a run without `init` begins with trained weights: for an mtp drafter, the target's own mtp layer,
-    unless it is copied from another layer."""
+    """Returns True if a drafter without `init` still begins with trained weights. This holds for an mtp drafter that
+    begins as the target's own mtp layer, not as a copy of another layer."""
     return shape.kind == "mtp" and not shape.is_copied
 
 
@@ -143,8 +147,8 @@ class Sizes:
         return self.num_layers * self.layer_parameters + self.features * self.hidden_size
 
     def learned(self, loop: LoopConfig) -> int:
-        """Number of matrix parameters that a training updates: all, those of the last layer, or low-rank factors
-        (`loop.learn`)."""
+        """Number of matrix parameters that training changes. `loop.learn` selects them: all matrices, those of the last
+        layer, or low-rank factors."""
         if loop.learn == "low-rank":
             attention = 4 * self.hidden_size + 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
             return self.num_layers * loop.rank * (attention + 3 * (self.hidden_size + self.intermediate_size))
@@ -159,9 +163,10 @@ class Sizes:
 
 
 def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
-    """Returns the sizes of a run's drafter. If `config.init` names a DFlash drafter, they are its sizes, except for a
-    block size that the user gave. Otherwise they are those in `config`, and sizes that it leaves open are the target's.
-    Raises ConfigError or ModelFileError if the drafter in `config.init` does not exist or is damaged."""
+    """Returns the sizes of the drafter that a run trains. For a new drafter they are those in `config`; sizes that it
+    leaves open are the target's. If `config.init` names a DFlash drafter, they are those of this drafter, except for a
+    block size that the user gave. Raises ConfigError or ModelFileError if the drafter in `config.init` does not exist
+    or is damaged."""
     shape, hidden = config.shape, target.shape.hidden_size
     stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
     if stored is not None:
@@ -223,9 +228,9 @@ def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
 
 
 def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
-    """Returns the deployment of the target on one device of the machine: the device's speeds, and the number formats of
-    weights and computation. A quantised target is assumed to have the format q4_1, q8_0 or bfloat16, whichever is
-    nearest in bytes per weight."""
+    """Returns the device's speeds and number formats with which the target runs on one device of the machine, to
+    estimate times. A quantised target is assumed to have the format q4_1, q8_0 or bfloat16, whichever is nearest in
+    bytes per weight."""
     precisions = target.shape.precisions
     if target.is_quantised:
         near = min(("q4_1", "q8_0", "bfloat16"), key=lambda name: abs(FORMATS[name].num_bytes - target.value_bytes))
@@ -236,7 +241,7 @@ def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
 
 
 def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> float:
-    """Returns the seconds in which a drafter with these sizes drafts one block (all drafts of a round) for one request.
+    """Estimates the seconds in which a drafter of these sizes drafts one block (all drafts of a round) for one request.
     `deployment`: the machine's speeds; `value_bytes`: bytes per weight."""
     head = sizes.draft_vocab * sizes.hidden_size
     read = (sizes.parameters + head) * value_bytes / deployment.bytes_per_s
@@ -246,8 +251,8 @@ def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> f
 
 
 def share_of_pass(sizes: Sizes, target: TargetFacts, machine: MachineFacts) -> float:
-    """Returns the relative cost of drafting: the time to draft a block for one request / that of the target's pass that
-    verifies the block."""
+    """Estimates the relative cost of drafting: the time in which the drafter drafts one block for one request, divided
+    by the time in which the target verifies it."""
     deployment = deployment_of(target, machine)
     value_bytes = BLOCK_BYTES if target.is_quantised else FORMATS[deployment.precisions.weights].num_bytes
     check_s = sum(pass_seconds(target.shape, deployment, 1, sizes.block_size, CONTEXT).values())
@@ -265,8 +270,8 @@ class Choice:
 
 
 def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
-    """Yields what a plan chooses for a new drafter: config fields with value and reason. Choices for fields that the
-    user has set are yielded too; the caller must ignore them."""
+    """Yields the settings that a plan recommends for a new drafter: config field, value and reason. The caller must
+    skip fields that the user has set, since the recommendations do not check this."""
     is_chained = config.shape.is_chained  # whose shape is the published one, or the target's own
     if not is_chained:
         yield from _shape_choices(config, target, machine)
@@ -290,8 +295,8 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
 
 
 def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
-    """Yields the choices that depend only on the machine, and so also hold when the training of an existing drafter
-    continues: no autocast if the processor computes float32 faster than bfloat16."""
+    """Yields the settings that a plan recommends because of the machine alone; they also apply to an existing drafter.
+    At present only one: no autocast if the processor computes float32 faster than bfloat16."""
     if machine.is_slow_in_bfloat16:
         rates = machine.machine.flops_per_s
         reason = "float32 alone"

@@ -26,8 +26,8 @@ USUAL_DRAFTS = 7
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Measurements of a server's current traffic: acceptance, answers and concurrent streams, as far as they are
-    known."""
+    """Measurements of a server's current traffic: acceptance, answers and concurrent requests. Unknown values have the
+    defaults of this class."""
 
     source: str = ""
     """Description of the measurements; empty without measurements."""
@@ -46,7 +46,7 @@ class Seen:
 
 
 def seen_in_server(seen: ServerSeen, url: str) -> Seen:
-    """Converts the metrics `seen` of the server at `url` to measurements of its traffic."""
+    """Returns measurements of the traffic of the server at `url`, computed from the metrics `seen` that it reported."""
     running = seen.samples[0].running if seen.samples else None
     mean, rounds = seen.tokens / seen.answers if seen.answers else None, seen.tokens_per_round or 1.0
     acceptance, drafted = (from_survival(seen.survival), len(seen.survival)) if seen.survival else (None, 0)
@@ -58,9 +58,9 @@ def seen_in_server(seen: ServerSeen, url: str) -> Seen:
 
 
 def with_server(traces: Seen, server: Seen) -> Seen:
-    """Combines measurements of one server: `traces` from its traces, `server` from its metrics. Returns a copy of
-    `traces` with the number of concurrent requests of `server`, and with the acceptance of `server` if that of `traces`
-    is None. The measurements of each tag are changed in the same way, since `server` has no values per tag."""
+    """Adds measurements from a server's metrics, `server`, to those from its traces, `traces`; returns a copy. The
+    number of concurrent requests is taken from `server`. Acceptance is taken from `server` only if the traces have
+    none. The same values are added to the measurements of each tag, since the metrics are not divided by tag."""
     added = replace(traces, streams=server.streams, source=f"{traces.source}; {server.source}")
     if traces.acceptance is None:
         added = replace(

@@ -54,8 +54,9 @@ class Customer:
 
 
 def deserving(customers: Sequence[Customer]) -> str:
-    """Returns a sentence that names the customers for whom a drafter of their own pays off. Without any, it has
-    the reason for the first customer. Returns an empty text if no requests have a tag."""
+    """Returns a sentence for the user that names the customers for whom a drafter of their own pays off. If it pays off
+    for no customer, the sentence gives the reason for the first one in `customers`. Returns an empty text if no
+    requests have a tag."""
     customers = [each for each in customers if each.tag != UNTAGGED]
     if not customers:
         return ""

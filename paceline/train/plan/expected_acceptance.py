@@ -40,16 +40,18 @@ class Learned:
 
     @property
     def counted(self) -> float:
-        """Number of blocks that count as training data: `blocks`, but at most 6 (`EPOCHS`) passes over all answers."""
+        """Number of blocks to count as training data. Repeated passes over the same answers add little, so at most 6
+        (`EPOCHS`) passes are counted."""
         return self.blocks if self.answers is None else min(self.blocks, EPOCHS * self.places * self.answers)
 
 
 def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
-    """Returns the expected result of training a drafter for the model named `target` on this many blocks, by the
-    target's measured learning curve; None if it has no curve. Keys:
-    - "tokens_per_round": acceptance length in serving, linear in log(blocks) between measured points;
+    """Returns the result that training a drafter on this many blocks is expected to have, by the learning curve that
+    was measured for the target model `target`; None if it has no curve. Keys:
+    - "tokens_per_round": acceptance length in serving, interpolated linearly in log(blocks);
     - "is_beyond_the_curve": True for more blocks than measured;
-    - "source", "data": texts on where the curve is recorded, and on which data."""
+    - "source": where the curve is recorded;
+    - "data": the data on which it was measured."""
     curves = json.loads(Path(__file__).with_name("curves.json").read_text(encoding="utf-8"))["curves"]
     curve = next((entry for entry in curves if entry["target"] == target), None)
     if curve is None:
@@ -70,15 +72,15 @@ def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
 
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
-    """Returns the expected result of training a drafter for the model named `target` on this amount of data, by the
-    target's learning curve or, without one, by published trainings of other drafters. Keys:
+    """Returns the result that training a drafter on this amount of data is expected to have. It uses the learning curve
+    measured for the target model `target` or, if there is no such curve, published trainings of other drafters. Keys:
     - "tokens_per_round": acceptance length in serving;
     - "interval": (lowest, highest) acceptance length; only without a curve;
     - "is_own": True if the target has a curve;
     - "is_beyond_the_curve": True if there is more data than in the measurements;
-    - "source", "data": texts that name the file of the measurements, and the data they were made on;
-    - "advised": advised number of answers;
-    - "answers", "places": copied from `learned`: number of answers, and blocks per answer and epoch."""
+    - "source", "data": where the measurements are recorded, and on which data they were made;
+    - "advised": number of answers that is advised for a training;
+    - "answers", "places": number of answers, and blocks per answer and epoch, from `learned`."""
     expected = expected_tokens(target, learned.counted)
     is_own = expected is not None
     if expected is None:
@@ -112,9 +114,9 @@ def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
 
 
 def advised_answers(target: str, places: float) -> int:
-    """Returns the advised number of answers for a training: the smallest of `NUMBERS` (300 to 100,000) that is expected
-    to bring at least 85% (`ENOUGH`) of the accepted drafts per round that 100,000 bring. `places`: blocks per answer
-    and epoch."""
+    """Returns the number of answers that is advised for a training, since more bring little. It is the smallest of
+    `NUMBERS` (300 to 100,000) that is expected to bring at least 85% (`ENOUGH`) of the accepted drafts per round that
+    100,000 answers bring. `places`: blocks per answer and epoch."""
     gains = []
     for number in NUMBERS:
         own = expected_tokens(target, EPOCHS * places * number)

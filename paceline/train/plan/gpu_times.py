@@ -22,9 +22,9 @@ CHECKPOINT_BYTES = 12.0
 def fixed_seconds(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes, steps_s: float
 ) -> dict[str, float]:
-    """Returns the seconds of those parts of a GPU run that do not depend on the number of prompts: "loading" (of the
-    target), "compiling", "checkpoints" (writing them). Returns {} on a CPU. `steps_s`: seconds of all training steps,
-    which determine the number of checkpoints."""
+    """Estimates the seconds of those parts of a GPU run that do not grow with the number of prompts: "loading" (of the
+    target), "compiling" and "checkpoints" (writing them). Returns {} for a run on CPUs. `steps_s`: seconds of all
+    training steps, which decide how many checkpoints are written."""
     if not machine.is_gpu:
         return {}
     weights = 0.0 if config.remote.features_at else target.total_bytes
@@ -34,8 +34,9 @@ def fixed_seconds(
 
 
 def hours_range(config: TrainConfig, hours: dict[str, float]) -> tuple[float, float]:
-    """Returns (fewest, most) hours of a run: 0.7 and 2 times (`UNSURE`) the sum of `hours` (stage -> expected hours).
-    If the run has a limit in minutes, the hours of the stage "steps" are known, and are not multiplied."""
+    """Returns the (lowest, highest) estimate of a run's hours: 0.7 times and 2 times (`UNSURE`) the sum of `hours`
+    (stage -> expected hours). If the run has a time limit, the hours of the stage "steps" are exact, and are not
+    multiplied."""
     has_end = config.minutes is not None or config.loop.max_minutes is not None
     exact = hours["steps"] if has_end else 0.0
     low, high = ((sum(hours.values()) - exact) * factor + exact for factor in UNSURE)

@@ -43,8 +43,8 @@ class Limit:
 
 
 def limits_of(config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes) -> list[Limit]:
-    """Returns the upper limits of a document's length, by the target's context and the machine's memory if these are
-    known."""
+    """Returns the limits on a document's length that the target's context and the machine's memory set; a limit that is
+    unknown is left out."""
     limits, context = list[Limit](), target.shape.max_context
     if context:
         limits.append(Limit(context, f"the target's context is {context:,} tokens"))
@@ -56,9 +56,9 @@ def limits_of(config: TrainConfig, target: TargetFacts, machine: MachineFacts, s
 
 
 def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """Returns the bytes of memory for one position of a document: the target's keys and values (none for a remote
-    target), hidden states of the layers that the drafter reads (one 16-bit and two float32 copies), and the drafter's
-    keys and values with their gradients."""
+    """Estimates the bytes of memory that one position of a document needs in training. It counts the target's keys and
+    values (unless the target is remote), hidden states of the target layers that the drafter reads (one 16-bit and two
+    float32 copies), and the drafter's keys and values with their gradients."""
     taps = sizes.features * (2.0 + 2 * 4)
     own = 2.0 * 4 * sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim
     value = num_bytes(target.shape.precisions.kv)
@@ -67,7 +67,8 @@ def position_bytes(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> fl
 
 
 def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """Returns the bytes of memory that training needs, without those for the positions of documents (`position_bytes`):
+    """Estimates the bytes of memory that training needs, apart from those that grow with a document's length
+    (`position_bytes`):
     - the target's weights, unless the target is remote;
     - float32 copies of its embedding and head, if it is quantised or remote;
     - the drafter's weights and optimiser states;
@@ -82,9 +83,10 @@ def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
 
 
 def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[TrainConfig, dict[str, str]]:
-    """Chooses `max_len`, the largest number of tokens of a document; returns (config, field -> reason of each change).
-    - If `config` has no `max_len`, it becomes what prompts and answers need, but not more than `limits` allow.
-    - If `config` has a `max_len`, it stays. If it leaves no room for an answer, `max_prompt_tokens` is lowered.
+    """Makes `max_len` (the largest number of tokens of a document) and `max_prompt_tokens` fit together; returns
+    (config, field -> reason of each change).
+    - A `max_len` of None is replaced by the length that prompts and answers need, but not more than the smallest limit.
+    - A given `max_len` stays. If it leaves no room for an answer, `max_prompt_tokens` is lowered.
 
     Raises ConfigError if the user gave both lengths and they leave no room for an answer, PromptError for unreadable
     answers."""
@@ -107,16 +109,17 @@ def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[Trai
 
 
 def with_length(config: TrainConfig, stored: int | None = None) -> TrainConfig:
-    """Returns the config with `max_len` (largest number of tokens of a document) set: its own value, else `stored`
-    (that of the run that is resumed), else the length that prompts and answers need, without limits."""
+    """Returns the config with `max_len`, the largest number of tokens of a document, filled in. If it is None, `stored`
+    is used, the value of the run that is resumed. If this is None too, the length that prompts and answers need is
+    used."""
     if config.max_len is not None:
         return config
     return with_value(config, "max_len", stored) if stored is not None else fit_lengths(config)[0]
 
 
 def stored_length(out: Path) -> int | None:
-    """Returns the `max_len` in run.yaml of the run in the folder `out` (plan.json of earlier versions lacks it); None
-    if the run has not begun. Raises ConfigError for a damaged run.yaml."""
+    """Returns the `max_len` with which the run in the folder `out` began, as stored in its run.yaml. Returns None if
+    there is no such file or value. Raises ConfigError for a damaged run.yaml."""
     file = out / RUN_FILE
     settings = read_settings_file(file, "remove it, the run writes it again") if file.exists() else {}
     length = settings.get("max_len")
@@ -124,8 +127,8 @@ def stored_length(out: Path) -> int | None:
 
 
 def longest_of(config: TrainConfig) -> int:
-    """Returns `config.max_len`, the largest number of tokens of a document, which must not be None. A planned config
-    has it."""
+    """Returns `config.max_len`, the largest number of tokens of a document, as an int. Call it only after planning has
+    filled in the value."""
     assert config.max_len is not None, "fit_lengths chooses it"
     return config.max_len
 

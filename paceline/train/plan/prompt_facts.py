@@ -39,7 +39,8 @@ MOST_LETTERS = 600
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Number and mean length (tokens) of a run's prompts, counted or assumed, and counts of rows that are left out."""
+    """Number and mean length of a run's prompts, and counts of rows that cannot be used. Number and length are
+    estimated as long as the prompts, or the target's tokenizer, are not on this machine."""
 
     prompts: int
     """Number of prompts to be answered."""
@@ -66,9 +67,10 @@ class _Examined:
 
 
 def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = False) -> Data:
-    """Returns the number and mean length of a run's prompts, counted before the run begins. Appends texts for the user
-    to `notes`, such as a count of unusable rows. `reads_answers`: also read the answers in `config.answers`, and report
-    their number in a note. Raises PromptError for an unreadable file; with `strict`, for an unusable row."""
+    """Reads a run's prompts before the run begins, to estimate its hours; returns their number and mean length. Appends
+    texts for the user to `notes`, such as a count of unusable rows. `reads_answers`: also read the answers in
+    `config.answers`, and note their number. Raises PromptError for an unreadable file; with `strict`, also for an
+    unusable row."""
     local, own = _local(config, notes)
     tokenizer = tokenizer_here(config.target.model) if config.scale == "default" else None
     examined = _examined(config, local, tokenizer, notes)

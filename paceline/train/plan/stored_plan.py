@@ -13,8 +13,8 @@ from paceline.train.run_file import value_of, with_value
 
 
 def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
-    """Returns the config with the values stored in `plan`, the contents of plan.json. Fields that the user gives now
-    stay; stored fields that no longer exist are ignored."""
+    """Returns the config with the values that a plan chose when the run began. `plan`: contents of plan.json. A field
+    that the user gives now keeps the user's value; stored fields that no longer exist are ignored."""
     for name, value in (plan.get("values") or {}).items():
         try:
             before = value_of(config, name)
@@ -35,13 +35,13 @@ def stored_plan(out: Path) -> dict[str, Any] | None:
 
 
 def with_minutes(plan: dict[str, Any], config: TrainConfig, say: Callable[[str], None]) -> dict[str, Any]:
-    """Returns a copy of `plan` (contents of plan.json), adapted to a new time limit `config.minutes` of the whole run.
-    It changes the limit of the training steps, `loop.max_minutes`:
-    - If the plan was made for another limit of the whole run, the steps get the difference in addition.
-    - If it was made without a limit, the steps get all of `config.minutes`, including steps already taken.
-    - If the user gave `loop.max_minutes`, nothing changes; `say` gets a note that `config.minutes` has no effect.
+    """Adapts the plan of a resumed run to a new time limit `config.minutes` of the whole run; returns a copy of `plan`
+    (contents of plan.json). The copy has another limit for the training steps, `loop.max_minutes`:
+    - If the plan had a limit for the whole run, the steps' limit changes by as many minutes as that limit.
+    - If not, the steps' limit becomes `config.minutes`, which includes the steps already taken.
 
-    If the plan had another limit for the steps, `say` also gets the new expected acceptance length."""
+    If the user gave `loop.max_minutes`, the plan is returned unchanged, and `say`, given by the caller, gets a note for
+    the user. If the steps had another limit before, `say` gets the new expected acceptance length."""
     values, before, minutes = plan.get("values") or {}, plan.get("minutes"), config.minutes
     if minutes is None or config.is_given("loop.max_minutes"):
         if minutes not in (None, before):
@@ -56,8 +56,9 @@ def with_minutes(plan: dict[str, Any], config: TrainConfig, say: Callable[[str],
 
 
 def update_expected(plan: dict[str, Any], share: float, say: Callable[[str], None]) -> None:
-    """Multiplies the number of blocks in `plan` (contents of plan.json) by `share`, in place, and computes the expected
-    acceptance length again. `say` gets the new expectation. Does nothing for a plan without an expectation."""
+    """Updates the expected acceptance length in `plan` (contents of plan.json), in place, after the amount of training
+    was multiplied by `share`. `say`, given by the caller, gets the new expectation as lines of text. Does nothing for a
+    plan without an expectation."""
     expected = plan.get("expected") or {}
     if not {"answers", "places"} <= expected.keys():  # a plan of an earlier version, or of a drafter of chains
         return

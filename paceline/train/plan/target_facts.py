@@ -168,8 +168,8 @@ class MachineFacts:
 
     @property
     def decoding(self) -> Machine:
-        """The machine's speeds for the target's passes: if float32 is faster than bfloat16, its rate counts for
-        both."""
+        """The machine's speeds for estimating the target's passes. If float32 is faster than bfloat16 on this machine,
+        the speed of float32 is used for both."""
         rates = self.machine.flops_per_s
         if not self.is_slow_in_bfloat16:
             return self.machine

@@ -69,7 +69,8 @@ class Expected:
     """True if no training with as many answers was measured."""
 
     def at_most(self, most: float) -> Expected:
-        """Returns a copy whose values are limited to `most` tokens per round, the drafter's block size."""
+        """Returns a copy in which no value exceeds `most` tokens per round. The drafter's block size is such a
+        limit."""
         return Expected(min(self.tokens_per_round, most), min(self.low, most), min(self.high, most), self.is_beyond)
 
 
@@ -84,10 +85,9 @@ TRAININGS, HELDOUT_DEVIATION = _read()
 
 
 def published(answers: float, traffic: str | None = None) -> Expected:
-    """Returns the expected acceptance length of a drafter trained on this many answers, computed from published
-    trainings. `traffic`: type of the workload, "mixed" or "application" (requests of one application). If it is None,
-    the expected number of accepted drafts per round is the geometric mean of those of both types, and the interval
-    covers both intervals."""
+    """Predicts the acceptance length of a drafter trained on this many answers, from published trainings. `traffic`:
+    type of the workload, "mixed" or "application" (requests of one application). None is for an unknown type: the
+    expected number of accepted drafts is then the geometric mean over both types, and the interval includes both."""
     kinds = (traffic,) if traffic else KINDS
     level = 1 - (1 - LEVEL) * len(kinds)  # of a mixture, hardly more than one kind lies beyond each end
     each = [_of_kind(answers, kind, level) for kind in kinds]
@@ -153,9 +153,9 @@ def student(freedom: int, level: float = LEVEL) -> float:
 
 
 def growth() -> tuple[float, float, float]:
-    """Returns how accepted drafts per round grow with the number of answers, as (least, median, largest) exponent of
-    the published workloads. An exponent e means that accepted drafts are proportional to answers ** e. Only workloads
-    with trainings on clearly different numbers of answers are used."""
+    """Returns how strongly more answers increase acceptance in published trainings, as (least, median, largest)
+    exponent over workloads. Exponent e: accepted drafts per round grow as (number of answers) ** e. Only workloads with
+    clearly different numbers of answers are used."""
     exponents = []
     for _, group in groupby(sorted(TRAININGS, key=_workload), _workload):
         rows = sorted(group, key=lambda row: row.answers)
@@ -171,8 +171,8 @@ def _workload(row: Training) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class OwnRun:
-    """A finished training by the user: its folder, number of answers and measured acceptance length. `at` predicts from
-    these."""
+    """A finished training by the user, from which `at` predicts further trainings: its folder, number of answers and
+    measured acceptance length."""
 
     folder: Path
     answers: int
@@ -182,7 +182,7 @@ class OwnRun:
     """Description of the prompts of the measurement."""
 
     def at(self, answers: float) -> Expected:
-        """Returns the expected acceptance length of a training on this many answers of the same traffic."""
+        """Predicts the acceptance length of a training on this many answers of the same traffic."""
         least, median, most = growth()
         times = answers / self.answers
         slow, fast = (least, most) if times >= 1 else (most, least)
@@ -192,11 +192,12 @@ class OwnRun:
 
 
 def find_run(run: str | None, target: str) -> OwnRun | None:
-    """Returns the result of a training that the user ran, with its measured acceptance length.
-
-    `run`: the run's folder, or "none" for no result. If it is None, returns the newest run in runs/ with a measured
-    acceptance length for this target, or None; damaged runs are skipped and logged. Raises ConfigError if a given
-    folder has no result for this target."""
+    """Returns a training that the user ran for the model `target`, with its measured acceptance length, to base
+    predictions on. `run` is one of:
+    - a run's folder: raises ConfigError if it has no result for this target;
+    - "none": returns None;
+    - None: returns the newest run in runs/ with a result for this target, or None. Damaged runs are skipped and
+      logged."""
     if run == "none":
         return None
     if run is not None:

@@ -16,8 +16,8 @@ from paceline.errors import ProcessesError
 
 
 def mark_of(tensor: Tensor) -> int:
-    """Returns the first 8 bytes of the SHA-256 of a tensor's contents as a signed integer, to be sent in an int64
-    tensor."""
+    """Returns a hash of a tensor's contents, by which processes compare tensors: the first 8 bytes of the SHA-256, as a
+    signed integer that fits an int64 tensor."""
     return _mark(_bytes(tensor).cpu().numpy().data)
 
 
@@ -27,9 +27,10 @@ def mark_of_text(text: str) -> int:
 
 
 def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: torch.device, remedy: str) -> None:
-    """Raises ProcessesError in all processes if any has other `marks` (hashes) than the first process. All must pass
-    equally many marks. `names`: what each mark is the hash of; `world`: number of processes; `device`: where the
-    process group communicates; `remedy`: advice for the error message."""
+    """Compares hashes of several values (`marks`) between all processes. If a process has other hashes than the first
+    one, raises ProcessesError in all of them. All must pass equally many. `names`: the compared values, for the
+    message; `world`: number of processes; `device`: device of the tensors that are sent; `remedy`: advice for the
+    message."""
     own = torch.tensor(marks, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(gathered, own)
@@ -46,8 +47,8 @@ def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: 
 
 @torch.no_grad()
 def give_first(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
-    """Overwrites the tensors of all processes with the first process's. All must pass the same tensors in the same
-    order."""
+    """Overwrites the contents of these tensors in every process by the first process's contents. All processes must
+    pass tensors of the same shapes and dtypes, in the same order."""
     for _, tensor in tensors:
         sent = tensor.detach().to(device).contiguous()
         dist.broadcast(_bytes(sent), 0)

@@ -22,8 +22,9 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class GradientBuckets:
-    """Sums one network's gradients over all processes (all-reduce), several parameters per message (bucket). Each
-    training step calls `arm`, then its last backward pass, then `finish`."""
+    """Sums one network's gradients over all processes (all-reduce). Messages (buckets) of several parameters are sent
+    while the backward pass still computes others. Each training step calls `arm`, then its last backward pass, then
+    `finish`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.buckets = _split([*parameters][::-1], BUCKET_BYTES)
@@ -37,11 +38,13 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(partial(self._complete, number))
 
     def arm(self) -> None:
-        """Makes the next backward pass, the step's last, send each bucket as soon as its gradients are complete."""
+        """Starts sending in the next backward pass: each bucket is sent as soon as its gradients are complete. Call it
+        before the last backward pass of a step."""
         self._missing, self._is_armed = [len(bucket) for bucket in self.buckets], True
 
     def finish(self) -> None:
-        """Sends the remaining buckets, with zeros for parameters without a gradient, and stores the sums in `grad`."""
+        """Sends the buckets that were not sent yet, waits for all, and stores the sums in the parameters' `grad`. A
+        parameter without a gradient counts as zero."""
         self.num_overlapped = len(self._sent)
         while len(self._sent) < len(self.buckets):
             self._send()

@@ -40,8 +40,8 @@ GO_ON = "what is finished is kept: start all processes again with the same comma
 
 
 class Liveness:
-    """Detects failed training processes by the heartbeats that every process sends through a shared store; also has a
-    barrier (`wait`). Call its methods from one thread; another thread sends the heartbeats."""
+    """Detects failed training processes: every process regularly sends a heartbeat through a shared store. Also has a
+    barrier (`wait`). A thread of its own sends the heartbeats; call its methods from a single thread."""
 
     def __init__(self, store: Any, ranks: Ranks, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
         """`store`: a store of torch.distributed that all processes share."""
@@ -55,7 +55,8 @@ class Liveness:
         self._thread.start()
 
     def wait(self) -> None:
-        """A barrier without a timeout. Raises ProcessesError if another process fails or sends no more heartbeats."""
+        """Waits until all processes have called it, without a timeout. Raises ProcessesError if another process fails
+        or sends no more heartbeats."""
         self._num_waits += 1
         try:
             self._store.set(f"wait/{self._num_waits}/{self._ranks.rank}", "")
@@ -97,13 +98,13 @@ class Liveness:
         return None
 
     def fail(self, error: BaseException) -> None:
-        """Reports `error`, which ends this process, to the other processes."""
+        """Reports to the other processes that this process ends because of `error`."""
         with contextlib.suppress(RuntimeError):  # without the store, the others notice by themselves
             self._store.set(f"failed/{self._ranks.rank}", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def leave(self) -> None:
-        """Stops the heartbeats and reports that this process has left. The first process, which may host the store,
-        also waits for the others to leave, for a limited time."""
+        """Stops the heartbeats, and reports to the other processes that this one has left. The first process may host
+        the store, so it also waits, for a limited time, until the others have left."""
         self._is_over.set()
         self._thread.join()
         parted = [f"parted/{rank}" for rank in self._others]
@@ -179,11 +180,13 @@ class _Silence:
 def process_group(
     ranks: Ranks, device: str, step_timeout_minutes: float = 30.0, beat_s: float = BEAT_S
 ) -> Iterator[Callable[[], None]]:
-    """Context manager: joins torchrun's process group, if there are several processes. Yields a function that waits for
-    all of them without a timeout. `device`: "cpu" selects gloo; otherwise each process uses its own GPU with NCCL, if
-    there are GPUs. `beat_s`: seconds between heartbeats. Raises ConfigError for more processes than GPUs. Raises
-    ProcessesError if processes do not find each other, or if another one fails, sends no more heartbeats, or keeps a
-    step waiting for more than `step_timeout_minutes`."""
+    """Context manager: connects the processes that torchrun started to a process group; does nothing for a single
+    process. Yields a function that waits until all processes have called it, without a timeout.
+    - `device`: "cpu" selects gloo; otherwise NCCL with one GPU per process, if there are GPUs.
+    - `beat_s`: seconds between heartbeats.
+
+    Raises ConfigError for more processes than GPUs. Raises ProcessesError if processes do not find each other, or if
+    another one fails, sends no more heartbeats, or keeps a step waiting for more than `step_timeout_minutes`."""
     if ranks.world == 1:
         yield lambda: None
         return

@@ -33,8 +33,8 @@ AGAIN = "the last checkpoint is kept: start all processes again with the same co
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The blocks of one pack, and the factor on their loss: 1, or 0 for a pack that a process computes only so that all
-    compute equally many."""
+    """The blocks of one pack (batch), and the factor on their loss. The factor is 0 for a filler pack: a process
+    computes it only so that all processes compute equally many packs."""
 
     chosen: list[Chosen]
     weight: float = 1.0
@@ -42,7 +42,7 @@ class Piece:
 
 class Replicated:
     """Data-parallel training: every process holds the whole network and computes its share of each step's blocks. All
-    processes must call all methods in the same order, also those of `Sharded`."""
+    processes must call all methods in the same order; this also holds for the subclass `Sharded`."""
 
     _buckets: GradientBuckets | None = None
 
@@ -50,15 +50,16 @@ class Replicated:
         self.ranks, self.device = ranks, device
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
-        """Sets up the sum of the gradients over all processes. Call it before an optimiser takes the parameters.
-        `is_autocast` matters only for `Sharded`."""
+        """Prepares the network of `drafter` for summing gradients over all processes. Call it before an optimiser is
+        created for the network. `is_autocast` has an effect only in `Sharded`."""
         if self.ranks.world > 1:
             self._buckets = GradientBuckets(each for each in drafter.network.parameters() if each.requires_grad)
 
     def agree(self, network: nn.Module, optimisers: Iterable[tuple[str, Tensor]], start: str) -> None:
-        """Copies the first process's weights, buffers and optimiser states to all processes. `start`: text that
-        describes the state in which training begins. Raises ProcessesError, which names the ranks, if `start` or the
-        tensors' shapes differ between processes, or if tensors still differ after the copy."""
+        """Makes all processes begin with the same weights, buffers and optimiser states: copies those of the first
+        process to the others. `start`: text that describes the training state, which must be the same in all processes.
+        Raises ProcessesError, which names the processes, if `start` or the tensors' shapes differ, or if tensors still
+        differ after the copy."""
         if self.ranks.world == 1:
             return
         named = [*_held(network), *optimisers]
@@ -70,8 +71,8 @@ class Replicated:
         self._check_alike([mark_of(tensor) for _, tensor in plain], [name for name, _ in plain])
 
     def check_alike(self, what: str, describe: Callable[[], str]) -> None:
-        """Raises ProcessesError if `describe()` returns different texts in different processes. `what`: name of the
-        compared thing in the message."""
+        """Raises ProcessesError if processes differ in the text that `describe()`, given by the caller, returns.
+        `what`: name of the compared thing in the message."""
         if self.ranks.world > 1:
             self._check_alike([mark_of_text(describe())], [what])
 
@@ -91,8 +92,8 @@ class Replicated:
         loss.backward()
 
     def sum_gradients(self, network: nn.Module) -> None:
-        """Sums the gradients over all processes. Call it after the step's last backward pass, before any other
-        communication."""
+        """Sums the gradients over all processes. Call it after the last backward pass of a step, before processes
+        communicate in any other way."""
         if self._buckets:
             self._buckets.finish()
 
@@ -110,7 +111,8 @@ class Replicated:
         return numbers.cpu()
 
     def most(self, number: float) -> float:
-        """Returns the largest `number` of all processes, so that all make the same decision."""
+        """Returns, in every process, the largest of the numbers that the processes pass, so that all make the same
+        decision."""
         if self.ranks.world == 1:
             return number
         value = torch.tensor([number], dtype=torch.float64, device=self.device)
@@ -118,16 +120,16 @@ class Replicated:
         return float(value)
 
     def first(self, number: int) -> int:
-        """Returns the first process's `number` (64 bits) in every process."""
+        """Returns, in every process, the `number` (64 bits) that the first process passes."""
         value = torch.tensor([number], dtype=torch.int64)
         if self.ranks.world > 1:
             give_first([("", value)], self.device)
         return int(value)
 
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns copies of the whole tensors in main memory, by name, on the first process; an empty dict on the
-        others. Shards are gathered one by one, so a device needs room for one tensor. Raises ProcessesError if
-        processes hold different tensors."""
+        """Returns copies of complete tensors in main memory, by name, for a checkpoint: on the first process; an empty
+        dict on the others. Tensors that are divided among processes are gathered one by one, so a device needs room for
+        one tensor. Raises ProcessesError if processes hold different tensors."""
         copies: dict[str, Tensor] = {}
         marks: dict[str, int] = {}
         for name, tensor in tensors:
@@ -159,7 +161,8 @@ class Replicated:
 
     @staticmethod
     def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
-        """Returns the tensor on the parameter's device, in its layout: whole, or only this process's part."""
+        """Returns the part of the complete tensor `tensor` that this process holds of `parameter`, on the parameter's
+        device. In this class it is the complete tensor."""
         return tensor.to(parameter.device)
 
     @staticmethod
@@ -173,19 +176,18 @@ class Replicated:
 
 
 class Sharded(Replicated):
-    """Sharded data-parallel training (FSDP2): every process holds a part of every tensor; a layer's parts are gathered
-    while it computes. Every pass is a collective, so all processes compute equally many packs. torch.distributed.tensor
-    is imported only inside methods, since this import is slow."""
+    """Sharded data-parallel training (FSDP2): every process holds a part of every tensor, and the parts of a layer are
+    gathered while the layer computes. All processes take part in each pass, so they must compute equally many packs."""
 
     _network: Any = None
     """The network as changed by FSDP2: its class is a new one, its parameters are DTensors."""
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
-        """Shards the first process's network over all processes, in place. Call it before an optimiser takes the
-        parameters.
+        """Divides the network of `drafter` among all processes, in place, beginning with the first process's weights.
+        Call it before an optimiser is created for the network.
 
         `is_autocast`: True to gather layers in bfloat16, which halves the bytes sent. Gradients are still summed in
-        float32, and the optimiser updates float32 shards. Autocast converts the inputs of each matrix product."""
+        float32, and the optimiser updates float32 weights."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -204,16 +206,16 @@ class Sharded(Replicated):
         self._network = drafter.network
 
     def pieces(self, chosen: list[Chosen], budget: PackBudget) -> list[Piece]:
-        """Returns this process's packs, equally many in every process: those with fewer add packs of one block with
-        weight 0."""
+        """Returns the packs that this process computes in a step, equally many in every process. Processes with fewer
+        packs add filler packs of one block, whose loss is multiplied by 0."""
         world, own = self.ranks.world, super().pieces(chosen, budget)
         most = max(sum(1 for _ in split_into_packs(chosen[rank::world], budget)) for rank in range(world))
         filler = [Piece([(number, anchors_A[:1])], 0.0) for number, anchors_A in chosen[:1]]
         return own + filler * (most - len(own))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds the gradients of one pack's loss to those of the step. They stay whole until the last pack, then they
-        are summed over processes into shards."""
+        """Adds the gradients of one pack's loss to those of the step. With the step's last pack (`is_last`), they are
+        summed over processes, and each process retains its part."""
         self._network.set_requires_gradient_sync(is_last)
         loss.backward()
 
@@ -255,7 +257,8 @@ def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Replicated:
 
 
 def recompute_layers(layers: Iterable[nn.Module]) -> None:
-    """Turns on gradient checkpointing: only each layer's inputs are retained; the backward pass recomputes the rest."""
+    """Turns on gradient checkpointing, which saves memory: a layer retains only its inputs, and the backward pass
+    computes the layer again."""
     for layer in layers:
         # A layer has no randomness, so no generator state is needed.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -34,7 +34,8 @@ Work = Callable[[list[Any]], list[Any]]
 
 
 class Job(Protocol):
-    """A worker's job: loads something once, then processes batches. Jobs, items and results are pickled."""
+    """A job for Ray workers: loads something once, such as a model, then processes batches of items. Jobs, items and
+    results are sent by pickle."""
 
     def begin(self, num_threads: int | None) -> Work:
         """Loads what the work needs, such as a model; returns the function that processes batches. `num_threads`: CPU
@@ -52,9 +53,9 @@ class Share:
 
     @classmethod
     def of(cls, machines: Sequence[Mapping[str, float]], requested: int | None) -> Share:
-        """Returns how a cluster is divided among workers. `machines`: each machine's Ray resources, name -> amount;
-        machines without CPU are ignored. `requested`: number of workers; None for one per GPU, or one per machine
-        without GPUs. Raises ConfigError if no machine has CPUs, or if there are GPUs but fewer than requested
+        """Divides a cluster among workers. `machines`: the Ray resources of each machine, name -> amount; machines
+        without CPU are ignored. `requested`: number of workers; None for one per GPU or, in a cluster without GPUs, one
+        per machine. Raises ConfigError if no machine has CPUs, or if the cluster has GPUs but fewer than requested
         workers."""
         useful = [machine for machine in machines if machine.get("CPU", 0) > 0]
         if not useful:
@@ -78,7 +79,8 @@ class BatchResult(NamedTuple):
 
 
 class Worker:
-    """Ray Data actor that runs a `Job` on batches of items. Each call returns one row, {"made": [BatchResult]}."""
+    """A Ray Data actor that runs a `Job` on batches of items. Each call returns one row, {"made": [BatchResult]};
+    errors of the job are in the BatchResult."""
 
     def __init__(self, job: Job, num_threads: int | None) -> None:
         self._error: PacelineError | None = None
