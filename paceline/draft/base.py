@@ -38,8 +38,8 @@ class Stamp(NamedTuple):
         return cls(path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
 
     def is_current(self) -> bool:
-        """True if the files have not changed since the stamp was made, or if there are no files. False if they are
-        missing."""
+        """True if the files are the same as when the stamp was made, by name, size and modification time; also for a
+        drafter without files. False if a file was changed, added or deleted."""
         try:
             return self.path is None or self == Stamp.of(self.path)
         except OSError:
@@ -100,8 +100,8 @@ class Drafter(ABC):
 
     @property
     def is_failed(self) -> bool:
-        """True if the drafter could not be loaded and the time to try again has not come yet. Routers do not choose
-        such a drafter."""
+        """True if loading the drafter failed and the next attempt is not due yet. Routers do not choose such a
+        drafter."""
         return False
 
     def cache_bytes(self, target: Target) -> int:
@@ -128,11 +128,11 @@ class Drafter(ABC):
         """Reset the state of row `seq.row` for a new sequence."""
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Take over cached state from row `source` for the first tokens of `seq`; returns the number of positions taken
-        over, at most `length`. The drafter will observe only the positions after these. Call after `start(seq)`.
+        """Reuse the cached state of row `source` for a new sequence that begins with the same `length` tokens.
 
-        The first `length` tokens of both rows are equal. `source` may be the row of a running sequence, `seq.row`
-        itself, or the row of a dropped sequence that has not been reallocated.
+        Returns the number of leading positions of `seq` whose state was taken over, at most `length`. Later positions
+        must be passed to `observe`. Call after `start(seq)`. `source`: row of a running sequence, or of an ended one
+        whose row was not reused, which may be `seq.row` itself.
         """
         return 0 if self.tap_layers else length
 
@@ -141,20 +141,22 @@ class Drafter(ABC):
         return True
 
     def chance(self, seq: Sequence) -> float:
-        """Returns the estimated probability that a draft of the next round is accepted, if all drafts before it are;
-        the same for all drafts. 0.0 if nothing would be drafted. Only for `is_instant` drafters."""
+        """Estimates, before drafting, how likely each draft of the next round is accepted if all drafts before it are:
+        one probability that holds for every draft. 0.0 if nothing would be drafted. Only for drafters whose drafting
+        takes almost no time (`is_instant`), such as prompt lookup."""
         return 0.0
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns for each draft of the next round, at most `most`, the estimated probability that it is accepted, if
-        all drafts before it are; () if nothing would be drafted. Only for `is_instant` drafters."""
+        """Estimates, before drafting, the acceptance of up to `most` drafts: for each, the probability that it is
+        accepted if all drafts before it are. () if nothing would be drafted. Only for drafters whose drafting takes
+        almost no time (`is_instant`), such as prompt lookup."""
         chance = self.chance(seq)
         return (chance,) * most if chance else ()
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft the tokens that follow each sequence's last token; returns the drafts of all rows. Each row gets at
-        most its entry of `batch.draft_limits_B(self.num_drafted)`.
+        """Drafts the tokens that may follow each sequence's last token. Returns the drafts of all rows, at most
+        `num_drafted` per row, or fewer where `batch.draft_limits_B` says so.
 
         Drafts for greedy and seeded requests are deterministic, so that seeded requests get the output of plain
         decoding.

@@ -47,12 +47,12 @@ class ChainPath(Protocol):
     def extend(
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
-        """Append cache entries for newly verified positions. Returns the drafting state [B, D] after each row's last
-        new entry.
+        """Append cache entries for newly verified positions: `counts[i]` entries to row `rows[i]`, from cache index
+        `starts[i]` on. Returns the drafting state [B, D] after the last new entry of each of the B rows.
 
-        Row `rows[i]` gets `counts[i]` entries, from cache index `starts[i]` on. `tokens`: the token after each new
-        position, row after row. `taps_TF`: the target's hidden states at the new positions, in the same order, F =
-        tapped layers * hidden size; rows after the first `len(tokens)` are ignored.
+        `tokens`: for each new position the token that follows it, all positions of the first row first. `taps_TF`: the
+        target's hidden states at the new positions in the same order, F = tapped layers * hidden size. It may be longer
+        than `tokens`; the rest is ignored.
         """
         ...
 
@@ -139,10 +139,8 @@ class _Row:
 class ChainedDrafter(TappedDrafter):
     """Base class of drafters whose network (a `ChainPath`) drafts token by token: EAGLE-3, MTP.
 
-    Which requests get deterministic and which get sampled drafts is described in `DFlashDrafter`.
-
-    A subclass's `bind` calls `_bind_path`, which makes the decode path, and then `_begin`, which allocates drafting
-    states.
+    Drafts are deterministic or sampled by the same rules as in `DFlashDrafter`. A subclass's `bind` calls `_bind_path`,
+    which makes the decode path, and then `_begin`, which allocates drafting states.
     """
 
     is_stepwise, has_own_threads = True, False
@@ -171,9 +169,9 @@ class ChainedDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft token by token for each sequence, at most `self.num_drafted` tokens; a row's drafts end before the
-        first position with non-finite logits. If `batch.num_candidates` is set, rows without a grammar also get that
-        number of candidates at each position, for draft trees."""
+        """Drafts token by token for each sequence, at most `self.num_drafted` tokens. A row's drafts end before the
+        first position with non-finite logits. If `batch.num_candidates` is above 0, rows without a grammar also get
+        that number of candidate tokens at each position, from which draft trees are built."""
         limits = batch.draft_limits_B(self.num_drafted)
         rows = [self._row(index, limit, batch) for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])

@@ -24,8 +24,9 @@ from paceline.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Parameters of noise-aware drafting: how the drafter's log-probabilities differ from the target's. Fitted
-    beforehand, and read from the key `paceline.foresight` of config.json."""
+    """Parameters of noise-aware drafting: predicting the token that the target will sample, from the random numbers
+    that it will use. They describe how the drafter's log-probabilities differ from the target's, were fitted for the
+    drafter, and are stored under the key `paceline.foresight` of its config.json."""
 
     scale: float = 0.8
     """Factor on the drafter's log-probabilities; below 1 for a drafter that is more confident than its target."""
@@ -34,8 +35,9 @@ class Foresight:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Foresight:
-        """Reads `paceline.foresight` of a config.json (`raw`), an object with the keys `scale` [default: 0.8] and
-        `spread` [default: 1.4]. Raises ModelFileError for other keys, or for a value that is not a number above 0."""
+        """Reads the parameters from a drafter's config.json: `raw` is its JSON object, `path` its name in error
+        messages. Missing ones get the default values 0.8 (`scale`) and 1.4 (`spread`). Raises ModelFileError for other
+        keys, or for a value that is not a number above 0."""
         own = raw.get("paceline") or {}
         values = own.get("foresight") or {} if isinstance(own, Mapping) else None
         if not isinstance(values, Mapping) or not values.keys() <= {"scale", "spread"}:
@@ -47,9 +49,9 @@ class Foresight:
         return cls(**values)
 
     def chances(self, logprobs_M: list[float], times_M: list[float]) -> list[float]:
-        """Returns for each of M candidates the log-probability that the target samples it. `logprobs_M`: the drafter's
-        log-probabilities; at least one is finite. `times_M`: the candidates' exponential random numbers
-        (`rng.Noise`)."""
+        """Returns for each of M candidate tokens the log-probability that the target will sample it. `logprobs_M`: the
+        drafter's log-probabilities; at least one is finite. `times_M`: the candidates' random numbers in the target's
+        sampling, from `rng.Noise.exponentials`."""
         pairs = zip(logprobs_M, times_M, strict=True)
         scores = [(self.scale * logprob - math.log(time)) / self.spread for logprob, time in pairs]
         most = max(scores)

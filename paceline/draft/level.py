@@ -14,8 +14,8 @@ from paceline.model.torch.attention import AttentionPlan, CacheWriter
 
 @dataclass(slots=True)
 class Level:
-    """Cache entries that one drafting step writes: the draft-tree nodes of one depth, in several rows. In each row they
-    follow the verified entries and those of earlier drafting steps."""
+    """Input of one drafting step: the draft-tree nodes of one depth, in several rows. Each node gets one cache entry,
+    after the row's verified entries and those of earlier drafting steps."""
 
     rows: list[int] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)

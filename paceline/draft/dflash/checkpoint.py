@@ -105,8 +105,8 @@ def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
 
 
 def weights_file(folder: Path) -> Path:
-    """Returns the drafter's weights file in this folder: model-q8_0.safetensors if it exists and model.safetensors does
-    not, else model.safetensors, which may be missing."""
+    """Returns the path of the drafter's weights: model.safetensors, or model-q8_0.safetensors (8 bits) if the folder
+    has only that. The file may be missing."""
     dense, small = folder / DENSE, folder / PACKED
     return small if small.is_file() and not dense.exists() else dense
 
@@ -136,12 +136,11 @@ def write_checkpoint(
     in_8_bits: bool = False,
 ) -> None:
     """Writes a drafter's config.json (the JSON object `raw`) and weights into a folder. `draft_ids`: token ids of its
-    draft vocabulary, ascending; None: all tokens. `head_VD`: its own LM head, one row per draft token; None: the
-    target's. `in_8_bits`: round matrices to 8 bits, in the file model-q8_0.safetensors, which only paceline reads.
+    draft vocabulary, ascending; None: all tokens. `head_VD`: LM head of the drafter, one row per token of the draft
+    vocabulary; None: it uses the target's. `in_8_bits`: round matrices to 8 bits, in a file that only paceline reads.
 
     A new folder appears only when all its files are written. In an existing folder, files are replaced one at a time,
-    weights first. An index names model.safetensors alone: without it, vLLM and SGLang would read every *.safetensors
-    file of the folder. Raises CacheError if writing fails.
+    weights first. Raises CacheError if writing fails.
     """
     folder = Path(folder).expanduser()
     remedy = "free space or choose another folder"

@@ -218,7 +218,8 @@ def check_fit(
     config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None
 ) -> None:
     """Raises DrafterMismatchError, with both values, if a drafter does not fit the target in hidden size, vocabulary or
-    layers. `draft_ids`, `head_VD`: its draft vocabulary and own LM head, as in `Vocabulary`."""
+    layers. `draft_ids`: token ids of its draft vocabulary; None: all tokens. `head_VD`: the drafter's own LM head;
+    None: it uses the target's."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     hidden_size, num_layers, vocab_size = target.hidden_size, target.num_layers, target.vocab_size
@@ -243,8 +244,8 @@ def check_fit(
 
 
 def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:
-    """Raises DrafterMismatchError for the first failed check: (True if it failed, property, drafter's value, target's
-    value)."""
+    """Raises DrafterMismatchError, with both values, for the first property in which drafter and target differ. Each
+    check: (True if they differ, name of the property, the drafter's value, the target's value)."""
     for is_wrong, what, drafter_value, target_value in checks:
         if is_wrong:
             raise DrafterMismatchError(

@@ -118,9 +118,9 @@ class DraftLayer(nn.Module):
 
 
 class DFlashNetwork(nn.Module):
-    """The trainable DFlash network, with parameter names and dtypes of the checkpoint. It contains no embedding and no
-    LM head: the drafter uses the target's, or its own LM head. If its hidden size differs from the target's, its own
-    head is also its embedding."""
+    """The trainable DFlash network, with parameter names and dtypes of the checkpoint. It contains neither embedding
+    nor LM head: the drafter uses the target's. A drafter with an LM head of its own passes it separately; if its hidden
+    size differs from the target's, the rows of this head are also its token embeddings."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -202,12 +202,12 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
 
 
 class DFlashDrafter(TappedDrafter):
-    """A DFlash v1 drafter. Greedy and seeded requests get deterministic drafts. Sampled requests get sampled drafts,
-    with the distributions that they were sampled from, except in two cases:
+    """A DFlash v1 drafter. Greedy and seeded requests get deterministic drafts. Other requests get sampled drafts, with
+    the distributions that they were sampled from, except in two cases:
 
     - Rows with candidates for a draft tree (`batch.num_candidates`) get the most probable tokens as drafts.
-    - With `batch.noise_aware`, drafts of a request that is not greedy predict the tokens that the target will sample,
-      from the random numbers that it will use. Requests with a lossy acceptance rule are exempt.
+    - With `batch.noise_aware`, drafts are predictions of the tokens that the target will sample, made from the random
+      numbers that it will use. This includes seeded requests, and excludes greedy ones and those with a lossy rule.
     """
 
     name = "dflash"
@@ -337,11 +337,11 @@ class DFlashDrafter(TappedDrafter):
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns for each token of a known text the probability that this drafter would sample it as a draft; used to
-        estimate how many sampled drafts would be accepted.
+        """Returns how likely the drafter would have sampled given tokens as the latest round's drafts: one probability
+        for each of `tokens`. It serves to estimate how many sampled drafts would be accepted.
 
-        `tokens`: the text, one token for each of the first draft positions. `probs_KV`: the distributions from which
-        the latest round's drafts were sampled, at least `len(tokens)`.
+        `tokens`: one token for each of the first draft positions. `probs_KV`: the distributions from which the latest
+        round's drafts were sampled, one per draft position; at least as many as `tokens`.
         """
         return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
 

@@ -33,8 +33,9 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def unpacked(raw: dict[str, Any], architecture: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a config.json of DeepSpec to z-lab's keys; returns any other unchanged. `architecture`: its name in the
-    result. `defaults`: values of keys that DeepSpec's config lacks."""
+    """Converts a config.json (`raw`) in DeepSpec's format to z-lab's; returns a config in another format unchanged.
+    `architecture`: architecture name that the result gets. `defaults`: values of keys that DeepSpec's format does not
+    have."""
     names = raw.get("architectures")
     if not isinstance(names, list) or DEEPSPEC not in names:
         return raw
@@ -46,9 +47,12 @@ def unpacked(raw: dict[str, Any], architecture: str, defaults: Mapping[str, Any]
 
 
 def refuse_other_networks(own: Mapping[str, Any], projectors: Mapping[str, str], path: Path) -> None:
-    """Raises UnsupportedModelError if a key of the config has an unsupported value, such as MLA attention or experts.
-    `own`: config.json, with the keys of its dflash_config at the top level. `projectors`: for each architecture, the
-    only supported value of the key `projector_type`. `path`: the config's name in the error message."""
+    """Raises UnsupportedModelError if a config describes a network that paceline would load without error, but run
+    wrongly, such as one with MLA attention or experts.
+
+    `own`: config.json, with the keys of its dflash_config at the top level. `projectors`: architecture -> the only
+    supported value of the key `projector_type`. `path`: the config's name in the error message.
+    """
     names = own.get("architectures") or [*projectors][:1]
     expected = next((projectors[name] for name in names if name in projectors), None)
     known = {**SUPPORTED, **({} if expected is None else {"projector_type": (expected,)})}

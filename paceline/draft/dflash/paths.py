@@ -112,8 +112,8 @@ class TorchPath:
     @torch.inference_mode()
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """Append keys and values of newly verified positions in all draft layers: `counts[i]` positions to row
-        `rows[i]`, from its cache position `starts[i]` on. `taps_TF`: the target's hidden states at these positions, row
-        after row, F = tapped layers * hidden size; rows after these are ignored."""
+        `rows[i]`, from its cache position `starts[i]` on. `taps_TF`: the target's hidden states at these positions, all
+        of the first row first, F = tapped layers * hidden size. It may be longer; the rest is ignored."""
         forms = self._forms()
         if forms is None or not forms.inject(rows, starts, counts, taps_TF):
             writer = CacheWriter(rows, starts, counts, self.device)
@@ -130,11 +130,9 @@ class TorchPath:
 
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        """Drafts one block for each of `rows`. Returns the most probable token at the first `width` draft positions,
-        and logits [B, width, V] if `with_logits`, which the next pass may overwrite.
-
-        `anchors`: last committed token of each row. `size`: number of block positions.
-        """
+        """Drafts one block of `size` positions after the context of each of `rows`. Returns the most probable token at
+        the first `width` draft positions, and with `with_logits` also the logits [B, width, V], which the next pass may
+        overwrite. `anchors`: last committed token of each row."""
         if outputs := self._replayed(rows, anchors, size):
             best_and_logprob = outputs[0].tolist()  # the round's only device-to-host copy
             slots_B = [best_and_logprob[row][:width] for row in rows]
@@ -153,8 +151,8 @@ class TorchPath:
         """Computes drafts at the first `width` draft positions of B = `num_rows` blocks, from the hidden states [T, D]
         of all block positions before the final norm. Returns (drafts [B, width, 2], logits [B, width, V]).
 
-        A draft is two float64 numbers, so that one copy brings both to the host: the most probable token, as an index
-        in the LM head, and its log-probability. `anchors_B`: last committed tokens, for subclasses.
+        Each draft is a pair of float64 numbers: the most probable token, as a row index of the LM head, and its
+        log-probability. `anchors_B`: last committed tokens; only subclasses use them.
         """
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
         sure_BK = top_logprob(scale_logits(logits_BKV, self.config))

@@ -27,8 +27,9 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
 
 
 class Reading:
-    """The logits of one drafting pass, and the drafts made from them. Each block position is drafted independently of
-    the others. A row's drafts end before the first position with non-finite logits."""
+    """The logits of one drafting pass, from which the drafts of its rows are chosen: greedy ones, sampled ones, or
+    candidates for a draft tree. Each block position is drafted independently of the others. A row's drafts end before
+    the first position with non-finite logits."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class Reading:
         self._sure_BK = sure_BK
 
     def certain(self, row: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
-        """Returns (greedy drafts at a row's first `limit` positions, their log-probabilities); without
-        `with_confidence` the second is None."""
+        """Returns the greedy drafts at a row's first `limit` positions, and their log-probabilities; None in place of
+        the latter unless `with_confidence`."""
         best_K = list(takewhile(lambda token: token >= 0, self._best_BK[row][:limit]))
         if with_confidence and self._sure_BK is None and self._logits_BKV is not None:
             self._sure_BK = top_logprob(self._logits_BKV).tolist()
@@ -58,9 +59,11 @@ class Reading:
         return best_K if self._ids is None else [self._ids[best] for best in best_K], sure
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Samples drafts at a row's first `limit` positions, with the request's sampling parameters. Returns (K drafts,
-        their distributions [K, V] or None without drafts, log-probability of the most probable token at each
-        position)."""
+        """Samples drafts at a row's first `limit` positions, with the request's sampling parameters.
+
+        Returns (K drafts, the distributions [K, V] that they were sampled from, confidences). Without drafts the second
+        is None. A confidence is the log-probability of a position's most probable token, which need not be the draft.
+        """
         assert self._logits_BKV is not None
         logits_KV = self._logits_BKV[row, :limit]
         if self._draft_ids is not None:
@@ -75,11 +78,12 @@ class Reading:
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """Returns the `count` most probable tokens at each of the row's first `limit` positions, with log-probabilities
-        at the request's temperature. `most`: maximum nodes of the draft tree built from them, stored in the result.
+        """Returns the tokens from which a draft tree is built: the `count` most probable ones at each of the row's
+        first `limit` positions, with their log-probabilities at the temperature of the request `seq`. `most`: maximum
+        nodes of that tree; it is only stored in the result.
 
-        With `foresight`, tokens are ranked by the estimated log-probability that the target samples them, given the
-        random numbers that it will use; the result has these log-probabilities.
+        With `foresight`, tokens are chosen and ranked by another log-probability, which the result then contains: that
+        the target will sample the token, estimated from the random numbers that it will use.
         """
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count

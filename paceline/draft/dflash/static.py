@@ -41,14 +41,15 @@ class StaticBlock(Region):
         return [self._inputs_3B]
 
     def compute(self) -> None:
-        """Compute the blocks and fill `outputs`. The inputs of each row are its last committed token, its context
-        length, and its block size, which is 0 for an idle row."""
+        """Draft the blocks and write the results into `outputs`. Inputs, from the buffers that `fill` wrote: each row's
+        last committed token, its context length, and its block size, which is 0 for a row that drafts nothing."""
         for output, results in zip(self.outputs, self.conclude(*self._inputs_3B.unbind()), strict=True):
             output.copy_(results)
 
     def conclude(self, anchors_B: Tensor, starts_B: Tensor, counts_B: Tensor) -> tuple[Tensor, ...]:
-        """Runs the draft layers on one block for each row, and returns the path's results (`conclude`). `anchors_B`:
-        last committed tokens. `starts_B`: context lengths. `counts_B`: the block size, or 0 for idle rows."""
+        """Runs the draft layers on one block for each of B rows; returns the drafts of all blocks, in the form of the
+        decode path's `conclude`. `anchors_B`: last committed tokens. `starts_B`: context lengths. `counts_B`: the block
+        size, or 0 for a row that drafts nothing."""
         path, size = self._path, self._size
         self._tokens_BJ[:, 0] = anchors_B
         slots_BJ = self._writer.point(starts_B, counts_B)
@@ -116,8 +117,8 @@ def write_behind(path: TorchPath, writer: StaticWriter, starts_B: Tensor, counts
 
 
 class StaticForms:
-    """The passes of one decode path that are captured as CUDA graphs, for several numbers of rows: drafting blocks, and
-    writing the context's keys and values to the drafter's cache (injecting)."""
+    """The drafting passes of one decode path, captured as CUDA graphs for several numbers of rows. There are two types:
+    one drafts blocks, the other writes keys and values of verified positions to the drafter's cache (injects them)."""
 
     def __init__(self, path: TorchPath, recorder: Recorder) -> None:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
@@ -138,8 +139,8 @@ class StaticForms:
         self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
 
     def record(self) -> None:
-        """Capture the passes that draft blocks, and those that inject up to one block of positions per row. Passes that
-        inject more are never captured; they run operation by operation."""
+        """Capture the passes that draft blocks, and those that inject at most one block of positions per row. Longer
+        injections always run operation by operation."""
         self.blocks.record()
         self.injects.record()
 
@@ -154,8 +155,11 @@ class StaticForms:
 
     def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
         """Drafts a block for each of these rows by a captured pass; returns None if no captured pass has enough rows.
-        `anchors`: last committed tokens. The tensors of the result are those of the path's `conclude`, indexed by cache
-        row; the next block overwrites them."""
+        `anchors`: last committed tokens.
+
+        Returns the tensors that the decode path's `conclude` computes. Their first dimension is the cache row. The next
+        call overwrites them.
+        """
         region = self.blocks.find(max(rows) + 1)
         if region is None:
             return None

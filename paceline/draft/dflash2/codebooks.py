@@ -35,10 +35,12 @@ class Codebooks(nn.Module):
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Scores M candidates at each of K draft positions after each of P possible previous tokens: returns [B, K, P,
-        M], dot products of a previous token's vector and the candidate's row in codebook B. `before_BKPR`: the previous
-        tokens' vectors, float32, made from their rows in codebook A. `embedding_VD`: the target's embedding, for
-        factored codebooks."""
+        """Scores M candidate tokens at each of K draft positions, after each of P possible previous tokens. Returns [B,
+        K, P, M]: the dot product of the previous token's vector and the candidate's row in codebook B.
+
+        `before_BKPR`: vectors of the previous tokens, float32, computed by the caller from their rows in codebook A.
+        `tokens_BKM`: the candidates. `embedding_VD`: the target's embedding, only for factored codebooks.
+        """
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"

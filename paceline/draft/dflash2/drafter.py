@@ -37,8 +37,9 @@ DEVIATION = 0.02
 
 
 class Convolution(nn.Module):
-    """The two convolutions of one sublayer (attention or MLP), over its inputs (`prepare`) and outputs (`finish`). A
-    projection of the inputs gives the input-dependent part of both kernels."""
+    """The two convolutions around one sublayer (attention or MLP): `prepare` convolves its inputs, `finish` its
+    outputs, over neighbouring block positions. Each kernel is the sum of a fixed part and a part that a projection
+    computes from the sublayer's inputs."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -49,14 +50,15 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, 2 * self.num_taps * self.groups, bias=False)
 
     def prepare(self, inputs_TD: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Returns (the sublayer's inputs [T, D] after the first convolution, input-dependent kernel [T, K, G] for
-        `finish`). K: positions combined; G: groups of channels; `size`: block size."""
+        """Convolves the sublayer's inputs [T, D] before the sublayer runs. Returns (convolved inputs [T, D], kernel
+        part [T, K, G] to pass to `finish`). K: positions that the convolution combines; G: groups of channels. `size`:
+        block size."""
         added = self.kernel_projection(inputs_TD).view(-1, 2, self.num_taps, self.groups)
         return convolve(inputs_TD, added[:, 0], self.base_kernel[0], size), added[:, 1]
 
     def finish(self, outputs_TD: Tensor, added_TKG: Tensor, size: int) -> Tensor:
-        """Returns the sublayer's outputs after the second convolution, before the residual addition. `added_TKG`:
-        kernel that `prepare` returned."""
+        """Convolves the sublayer's outputs [T, D]; returns them, to be added to the residual. `added_TKG`: the kernel
+        part that `prepare` returned. `size`: block size."""
         return convolve(outputs_TD, added_TKG, self.base_kernel[1], size)
 
 
@@ -79,8 +81,9 @@ class ConvolvedLayer(DraftLayer):
 
 
 class ExtendedNetwork(DFlashNetwork):
-    """Base class of the DFlash 2 and DSpark networks: a DFlash v1 network with further modules, among them codebooks.
-    `factored`: train factors in place of the codebooks (see `Codebooks`)."""
+    """Base class of the DFlash 2 and DSpark networks: a DFlash v1 network with further modules, among them two
+    codebooks (tables with a row per token). `factored`: train smaller factors of the codebooks, as described in
+    `Codebooks`."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         super().__init__(config)
@@ -88,9 +91,12 @@ class ExtendedNetwork(DFlashNetwork):
 
     @classmethod
     def extending(cls, body: DFlashNetwork, config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> Self:
-        """Creates a network that extends the DFlash v1 network `body` and shares its tensors. The new modules are
-        initialised so that it drafts the same tokens: convolutions change nothing, selector and Markov head add zero to
-        the logits, a confidence head always predicts one half. `seed`: for the new weights that are random."""
+        """Creates a network that extends the DFlash v1 network `body`, shares its tensors, and at first drafts the same
+        tokens.
+
+        The new modules are initialised without effect: convolutions change nothing, selector and Markov head add zero
+        to the logits, and a confidence head always predicts one half. `seed`: seed of random initial weights.
+        """
         with torch.device("meta"):
             network = cls(config, factored)
         generator, tensors = torch.Generator().manual_seed(seed), body.state_dict()
@@ -152,12 +158,16 @@ class DFlash2Network(ExtendedNetwork):
 
 
 class WalkingDrafter(DFlashDrafter):
-    """A drafter whose drafts are picked one after another, each given the one before it."""
+    """Base class of the DFlash 2 and DSpark drafters, which pick drafts one after another, each given the one before
+    it."""
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns for each token of a known text the probability that this drafter would sample it as a draft, given
-        the text before it; see `DFlashDrafter.chances_of`. Runs one more drafting pass. `probs_KV` is not used: its
-        distributions follow the drafts of the latest round, not the text."""
+        """Returns how likely this drafter would sample given tokens as its next drafts: for each of `tokens` the
+        probability after the tokens before it. Runs one more drafting pass.
+
+        `probs_KV` is ignored: these distributions follow other drafts. It is a parameter because
+        `DFlashDrafter.chances_of` uses it.
+        """
         reading = self._read([seq.row], [seq.tokens[-1]], len(tokens), self.block_size, True) if tokens else None
         return reading.along(0, tokens, seq) if reading else []
 

@@ -85,11 +85,8 @@ def score(
 
 
 class WalkedReading(Reading):
-    """Drafts made from scored candidates, where each draft depends on the previous one (a walk).
-
-    Walks run in the native library or in plain Python: for a few hundred scores, PyTorch's operations cost more than
-    they save.
-    """
+    """Drafts made from one drafting pass's scored candidates. They are chosen position by position, because each score
+    depends on the draft before it; this is called a walk."""
 
     def __init__(self, picks: Picks, vocab_size: int) -> None:
         self._scores_BKPM, self._vocab_size = picks.scores_BKPM, vocab_size
@@ -104,12 +101,12 @@ class WalkedReading(Reading):
         return tokens, self._confidence(row, logprobs) if with_confidence else None
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Samples drafts at a row's first `limit` positions, one after another, each from softmax(score / temperature)
-        over its position's candidates. Returns (K drafts, their distributions [K, V] or None without drafts,
-        confidences).
+        """Samples drafts at a row's first `limit` positions, one after another. Each is sampled from softmax(score /
+        temperature) over its position's candidates. Returns (K drafts, their distributions [K, V] or None without
+        drafts, confidences).
 
-        The confidences are log-probabilities of the drafts of a greedy walk, or the drafter's predictions of
-        acceptance. They do not depend on the sampled tokens.
+        Confidences do not depend on the sampled tokens. They are the drafter's predictions of acceptance if it makes
+        such predictions, else the log-probabilities of greedy drafts.
         """
         inverse, scores_KPM = inverse_temperature(seq), self._scores_of(row)
         probs_KPM = torch.softmax(self._scores_BKPM[row, :limit] * inverse, dim=-1)
@@ -128,8 +125,9 @@ class WalkedReading(Reading):
         return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), logprobs
 
     def along(self, row: int, tokens: list[int], seq: Sequence) -> list[float]:
-        """Returns for each of `tokens` the probability that `drawn` samples it, given the tokens before it; 0 from the
-        first token on that is not a candidate. `row`: the sequence's row in this reading."""
+        """Returns how likely `drawn` would sample the given `tokens` as drafts: for each token the probability after
+        the tokens before it. 0 for the first token that is not a candidate, and for all after it. `row`: the sequence's
+        row in this reading."""
         inverse, chances, before = inverse_temperature(seq), [0.0] * len(tokens), 0
         for place, token in enumerate(tokens):
             candidates = self._tokens_BKM[row][place]
@@ -143,8 +141,9 @@ class WalkedReading(Reading):
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """Returns candidates as `Reading.candidates` does. Log-probabilities at a position depend on the previous
-        token, here the most probable one. The result's function `behind` returns those after any other candidate."""
+        """Returns candidates for a draft tree as `Reading.candidates` does, except that log-probabilities depend on the
+        token drafted before. Those in the result assume the most probable previous token; its function `behind` returns
+        them for any other candidate."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 

@@ -40,7 +40,7 @@ def _is_head(name: str) -> bool:
 
 
 class Heads(nn.Module):
-    """The heads of one DSpark drafter, prepared for drafting with one target."""
+    """The Markov head and the confidence head of one DSpark drafter, with weights prepared for one target."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, ids: Tensor | None) -> None:
         super().__init__()

@@ -25,8 +25,8 @@ TOP_K = 16
 
 
 class MarkovHead(Codebooks):
-    """Computes a correction of a position's logits from the token a before it: the vector W2 W1[a] [V]. W1 is the
-    parameter `predecessor_codebook`, W2 is `successor_codebook`."""
+    """Computes what to add to a position's logits, given the token a before it: the product W2 W1[a], one number per
+    token of the vocabulary. W1 is the parameter `predecessor_codebook`, W2 is `successor_codebook`."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         assert config.markov is not None and config.vocab_size is not None
@@ -82,10 +82,10 @@ def pick(
     - At the first position, all scores of a candidate are equal: its logit after the last committed token
       (`anchors_B`).
 
-    The result's `sure_BK` comes from the confidence head; None without it.
+    `sure_BK` in the result is predicted by `confidence`; it is None without such a head.
 
     `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the logits'
-    columns; None: all tokens. `columns_VR`: result of `markov.columns(ids)`; None: it is computed here.
+    columns; None: all tokens. `columns_VR`: result of `markov.columns(ids)`, to save time; None: computed here.
     """
     num, before_B = min(TOP_K, logits_BKV.shape[-1]), anchors_B
     columns_VR = markov.columns(ids) if columns_VR is None else columns_VR

@@ -45,9 +45,9 @@ DEFAULT_DRAFTED = 5
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Config of an EAGLE-3 or 3.1 drafter: decoder layers and an LM head. The first layer reads a token's embedding and
-    a hidden state for the position before it: computed from the target's hidden states in the first drafting step,
-    later an output of the previous step."""
+    """Config of an EAGLE-3 or 3.1 drafter: decoder layers and an LM head, which draft one token per step. A step reads
+    a token's embedding and a hidden state of the position before it. The first step computes this state from the
+    target's hidden states; later steps use an output of the step before."""
 
     shape: DecoderConfig
     """Sizes, RoPE and windows of the draft layers; its `vocab_size` is the target's."""
@@ -119,8 +119,8 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Returns the target layers, counted from 0, that are read by default, as in SGLang and vLLM: 1, n/2 - 1 and n - 4
-    of n; for n < 7 an early, a middle and a late one."""
+    """Returns the target layers, counted from 0, whose hidden states a drafter reads if its config names none: layers
+    1, n/2 - 1 and n - 4 of n, as in SGLang and vLLM. For n < 7: an early, a middle and a late one."""
     ids = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
     return tuple(sorted({max(layer, 1) - 1 for layer in ids}))
 
@@ -199,9 +199,8 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
 
 
 def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Mapping[str, Any] | None = None) -> None:
-    """Writes the drafter into a folder, in the format of `speculators` if `verifier` (the target's name_or_path and
-    architectures) is given, else in SpecForge's. A config.json that was read in SpecForge's format is written there
-    unchanged. Raises CacheError if writing fails."""
+    """Writes the drafter into a folder: in SpecForge's format, or with `verifier` in that of `speculators`. `verifier`:
+    the target's name_or_path and architectures. Raises CacheError if writing fails."""
     config, ids, tensors = checkpoint.config, checkpoint.ids.cpu(), checkpoint.tensors
     if verifier is None:
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
@@ -248,8 +247,9 @@ def specforge_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], has_embedding: bool) -> None:
-    """Raises DrafterMismatchError, with both values, if the drafter does not fit the target. `taps`: target layers that
-    it reads. `has_embedding`: it has a token embedding of its own, so its hidden size may differ from the target's."""
+    """Raises DrafterMismatchError, with both values, if the drafter does not fit the target. `taps`: target layers
+    whose hidden states it reads. `has_embedding`: True if it has a token embedding of its own; its hidden size may then
+    differ from the target's."""
     wrong = [layer for layer in taps if not 0 <= layer < target.num_layers]
     size, hidden_size = config.shape.hidden_size, target.hidden_size
     refuse_mismatch(

@@ -21,8 +21,8 @@ from paceline.model.native.packing import pack
 class NativeChain:
     """Base class of native (C++) decode paths for drafters that draft token by token, in one native pass per step.
 
-    In a tree, each step computes the round's earlier drafts again, because a token's parent must be in the same pass.
-    The few additional tokens cost little.
+    For a draft tree, each pass also computes the round's earlier drafts again, because it must contain every token's
+    parent. The few additional tokens cost little.
     """
 
     reads_tokens = True
@@ -99,8 +99,8 @@ class NativeChain:
 
 
 class Eagle3NativePath(EagleNorms, NativeChain):
-    """EAGLE-3 in native (C++) calls: one pass per drafting step, one product each for features and LM head. With a
-    target in block-quantised format the drafter's matrices are rounded to Q8_0."""
+    """EAGLE-3 in native (C++) calls, one pass through the layers per drafting step. With a target in block-quantised
+    format, the drafter's matrices are rounded to Q8_0."""
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: NativeDecoder, slack: int) -> None:
         """`slack`: number of cache positions per row beyond the maximum text length, for drafts."""

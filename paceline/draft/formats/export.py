@@ -39,12 +39,12 @@ def export(
     with_vocabulary: bool = True,
     target: Path | None = None,
 ) -> list[str]:
-    """Writes the drafter into a new folder or GGUF file `out`. `form`: "z-lab", "speculators" or "gguf". Returns a text
-    for each part that was left out, or stored under a key that only paceline reads.
+    """Writes the drafter into a new folder or GGUF file `out`. `form`: "z-lab", "speculators" or "gguf". Returns notes
+    for the user: a text for each part that was left out, or that other programs will not read.
 
-    `head_rows`: function that gives rows of the target's LM head. It is needed if the drafter has a draft vocabulary
-    but no head of its own. Without it, "z-lab" omits the draft vocabulary, "gguf" stores it for paceline only, and
-    "speculators" raises ConfigError. For a DFlash 2 drafter, "z-lab" and "speculators" always omit the draft
+    `head_rows`: function (token ids) -> these rows of the target's LM head. It is used for a drafter with a draft
+    vocabulary but without a head of its own. Without it, "z-lab" omits the draft vocabulary, "gguf" stores it for
+    paceline only, and "speculators" raises ConfigError. For DFlash 2, "z-lab" and "speculators" always omit the draft
     vocabulary.
 
     Options for one format:

@@ -38,8 +38,8 @@ AGAIN = "fetch the drafter again"
 
 
 def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Converts a network's tensors to those of `model-q8_0.safetensors`: matrices become Q8_0 blocks of 32 columns,
-    unless their number of columns is no multiple of 32. `draft_ids`: token ids whose rows of the DFlash 2 selector's
+    """Converts a network's tensors to those of `model-q8_0.safetensors`: matrices become Q8_0 blocks of 32 columns; one
+    whose columns are not a multiple of 32 stays unchanged. `draft_ids`: tokens whose rows of the DFlash 2 selector's
     codebooks are kept, int64, ascending; None: all rows."""
     trimmed = tensors if draft_ids is None else without_rows(tensors, draft_ids)
     rounded = {name: quantise(tensor, "Q8_0") for name, tensor in trimmed.items()}
@@ -47,8 +47,9 @@ def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> di
 
 
 def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, Tensor]:
-    """Returns a drafter's tensors without the rows of the DFlash 2 selector's codebooks for tokens outside `draft_ids`.
-    Does nothing if there are no codebooks, or if rows were removed before. Matrices may be packed (Q8_0)."""
+    """Returns a drafter's tensors with smaller codebooks: of those of a DFlash 2 selector, only the rows for the tokens
+    `draft_ids` are kept. Tensors without codebooks, or whose rows were removed before, are returned unchanged. Matrices
+    may be packed (Q8_0)."""
     if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
         return dict(tensors)
     ids = draft_ids.cpu()
@@ -57,9 +58,9 @@ def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, 
 
 
 def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
-    """Copies the packed file `file` of a drafter to `out`, without the rows of the DFlash 2 selector's codebooks for
-    tokens outside `draft_ids`. All other values stay the same bit for bit. Raises ModelFileError if the file is
-    damaged."""
+    """Copies a drafter's 8-bit weights from `file` to `out` with smaller codebooks: of those of a DFlash 2 selector,
+    only the rows for the tokens `draft_ids` are kept. All other values stay the same bit for bit. Raises ModelFileError
+    if the file is damaged."""
     with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
         stored = read_tensors(file)
     save_file(without_rows(stored, draft_ids), out, {"format": "pt"})

@@ -124,9 +124,12 @@ def from_z_lab(
     raw: Mapping[str, Any], kind: str, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
     """Converts a config.json (`raw`) from z-lab's format to that of `speculators`. `kind`: "dflash", "dflash2" or
-    "dspark". `settings`: values of block_size, mask_token_id, target_layer_ids, num_slots (drafts of a full block),
-    sample_from_anchor, sliding_window_non_causal and draft_vocab_size, since `raw` may omit defaults. `verifier`: as in
-    `proposal_config`. `dtype`: data type of the weights, such as "bfloat16"."""
+    "dspark". `verifier`: the target's name_or_path and architectures; unknown values may be missing or empty. `dtype`:
+    data type of the weights, such as "bfloat16".
+
+    `settings`: values that `raw` may omit because they have defaults: block_size, mask_token_id, target_layer_ids,
+    num_slots (drafts of a full block), sample_from_anchor, sliding_window_non_causal and draft_vocab_size.
+    """
     own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
     layer["model_type"] = own_keys.pop("model_type", "qwen3")
@@ -178,9 +181,11 @@ def proposal_config(
     config: Mapping[str, Any] | None, algorithm: str, num_drafted: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the entry speculators_config of a config.json: the drafting method, its number of drafts and the target.
-    `config`: an existing entry, in which only the target is updated; None: a new entry for `num_drafted` greedy drafts
-    of the method `algorithm`, such as "eagle3". `verifier`: the target's name_or_path and architectures; unknown values
-    may be missing or empty."""
+    `verifier`: the target's name_or_path and architectures; unknown values may be missing or empty.
+
+    `config`: an existing entry, in which only the target is updated. None: a new entry is made, for `num_drafted`
+    greedy drafts by the method `algorithm`, such as "eagle3".
+    """
     method = {
         "accept_tolerance": 0.0,
         "proposal_type": "greedy",

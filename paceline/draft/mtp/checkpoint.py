@@ -66,7 +66,8 @@ class MtpLayer:
 
     @property
     def steps(self) -> int | None:
-        """Number of consecutive drafts that the layer was trained for; None for a layer from its target's file."""
+        """Number of consecutive drafts that the layer was trained for; None for a layer that is part of a target's
+        files."""
         return self.raw[MARK]["steps"] if MARK in self.raw else None
 
     def marked(self, steps: int) -> dict[str, Any]:
@@ -128,13 +129,13 @@ def _checked_mark(raw: dict[str, Any], is_qwen: bool, path: Path) -> dict[str, A
 
 
 def one_layer(config: DecoderConfig) -> DecoderConfig:
-    """Returns the target's config reduced to one layer with full attention."""
+    """Returns the config of an MTP layer: the target's `config`, reduced to one layer with full attention."""
     return replace(config, num_layers=1, delta=None, linear_layers=(), dense_layers=(), windows=(), ropes=())
 
 
 def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
-    """Creates an MTP layer from `raw`, the config.json of a folder that holds only the layer, and the tensors as in
-    `MtpLayer.tensors`."""
+    """Creates an MTP layer from tensors in memory. `raw`: config.json of a folder that holds only this layer, from
+    `MtpLayer.marked`. `tensors`: as in `MtpLayer.tensors`."""
     config = decoder_config(raw, Path("config.json"))
     return MtpLayer(one_layer(config), tensors, raw[MARK]["layout"] == "qwen", raw)
 
