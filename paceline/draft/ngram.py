@@ -228,8 +228,9 @@ class PredictionDrafter(_TextDrafter):
             self._rows[seq.row] = _Place(seq.prediction, seq.prompt_len)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns the acceptance probability of each of at most `most` drafts, if all drafts before it are accepted; ()
-        if nothing would be drafted. It never falls, because each accepted draft makes the match longer."""
+        """Returns for each of at most `most` drafts the probability that it is accepted if all drafts before it are; ()
+        if nothing would be drafted. Later probabilities are never smaller, because each accepted draft makes the match
+        longer."""
         if seq.row not in self._rows:
             return ()
         place = self._rows[seq.row]

@@ -48,10 +48,13 @@ def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
 
 
 def bind(drafter: Drafter, target: Target, *, keeps: bool = False, is_alone: bool = False) -> None:
-    """Bind a drafter of a pool to the target, sharing equal weights, and a cache of equal shape, with other drafters
-    bound to it. `keeps`: load memory-mapped weights into memory first. `is_alone`: it is the pool's only drafter, so
-    equal weights are not looked for. Raises DrafterMismatchError if the drafter does not fit the target,
-    ContextLengthError if it is a language model with a shorter context."""
+    """Bind a drafter of a pool to the target. It shares equal weights, and a KV cache of equal shape, with drafters
+    that were bound to this target before.
+
+    `keeps`: load memory-mapped weights into memory first. `is_alone`: True if it is the pool's only drafter; the search
+    for equal weights is then skipped. Raises DrafterMismatchError if the drafter does not fit the target,
+    ContextLengthError if it is a language model with a shorter context.
+    """
     with sharing(target, has_weights=bool(drafter.source) and not is_alone) as held:
         if keeps:
             drafter.keep_weights()
@@ -68,7 +71,7 @@ matches."""
 
 @dataclass(slots=True)
 class Member:
-    """A drafter of the pool, with its name."""
+    """An entry of the pool: a drafter, its name, and whether new sequences may get it."""
 
     name: str
     drafter: Drafter
@@ -82,7 +85,7 @@ class Member:
 
 
 class Pool:
-    """The drafters of an engine, by name. Passes each row of a batch to the drafter of its sequence."""
+    """The drafters of an engine, by name. Each sequence has one of them, which drafts for it until it ends."""
 
     def __init__(
         self,
@@ -119,8 +122,8 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """The first pool entry that is ready (`Member.is_ready`), for sequences that name no drafter, or one that they
-        cannot get. Without such an entry it is "none"."""
+        """The pool entry for sequences that name no drafter, or one that they cannot get: the first that is ready
+        (`Member.is_ready`), or "none" (plain decoding) if no entry is ready."""
         return next((member for member in self.members.values() if member.is_ready), self._plain)
 
     @property
@@ -129,14 +132,15 @@ class Pool:
 
     @property
     def open(self) -> list[str]:
-        """Names of the drafters that new sequences may get, now or once they are loaded, in the pool's order. "none" is
-        always included. A drafter whose loading failed is left out until it may be tried again."""
+        """Names of the drafters that a new sequence may choose, in the pool's order. A drafter whose weights are not in
+        memory is included; one whose loading failed is left out until the next attempt is due. "none" (plain decoding)
+        is always included."""
         names = [name for name, each in self.members.items() if each.is_open and not each.drafter.is_failed]
         return list(dict.fromkeys([*names, NONE]))
 
     @property
     def older(self) -> list[Member]:
-        """Replaced or removed pool entries that still have sequences."""
+        """Entries that were replaced or removed, but are still used by running sequences."""
         return list({id(member): member for member in self._leases.values() if not self._is_here(member)}.values())
 
     def num_rows(self, member: Member) -> int:
@@ -157,8 +161,9 @@ class Pool:
         return self.members[name]
 
     def swap(self, drafter: Drafter) -> None:
-        """Make `drafter` the default under its own name, in place of the old default. Running sequences keep their
-        drafters. Raises DrafterMismatchError and changes nothing if it does not fit the target."""
+        """Make `drafter` the default, under the name that it has (`drafter.name`). The old default and any entry with
+        this name leave the pool; running sequences keep their drafters. Raises DrafterMismatchError and changes nothing
+        if `drafter` does not fit the target."""
         old = self.default
         if drafter is old.drafter:
             return
@@ -173,8 +178,8 @@ class Pool:
         self._let_go()
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Add `drafter` to the pool under `name`, in place of an entry with this name. Raises DrafterMismatchError if
-        it does not fit the target, ConfigError if `name` is reserved; the pool is then unchanged."""
+        """Add `drafter` to the pool under `name`; an entry with this name is replaced. Raises DrafterMismatchError if
+        the drafter does not fit the target, ConfigError if `name` is reserved; the pool is then unchanged."""
         self._join(name, drafter)
         self._let_go()
 
@@ -190,8 +195,8 @@ class Pool:
         self.members[name] = Member(name, drafter)
 
     def exchange(self, name: str, drafter: Drafter) -> None:
-        """Replace an entry's drafter object, because the drafter was released from memory or loaded again. Raises
-        ConfigError for an unknown name."""
+        """Replace the drafter object of an entry by `drafter`, a placeholder when its weights are released from memory,
+        the real drafter when they are loaded again. Raises ConfigError for an unknown name."""
         is_open = self.member(name).is_open
         self._join(name, drafter)
         self.members[name].is_open = is_open
@@ -208,11 +213,12 @@ class Pool:
         self._let_go()
 
     def start(self, seq: Sequence, trial_drafter: Drafter | None = None) -> None:
-        """Assign a drafter to `seq`, store its name in `seq.drafter`, and reset the drafter's state for the row. It is:
+        """Assign a drafter to the new sequence `seq`, store its name in `seq.drafter`, and reset the drafter's state
+        for the row. The first of these is assigned:
 
         - `trial_drafter`, if given: a drafter outside the pool, already bound, which is released when the sequence ends
-        - else the drafter that `seq.drafter` names, if new sequences may get it now
-        - else the default
+        - the drafter that `seq.drafter` names, if new sequences may get it now
+        - the default
         """
         name = seq.drafter
         if self.residency:
@@ -232,9 +238,11 @@ class Pool:
             source.start(seq)
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Let the sequence's drafter take over cached state from row `source`, whose first `length` tokens equal those
-        of `seq`. Returns the number of positions taken over. A drafter that reads hidden states takes over only from a
-        row that it observed itself."""
+        """Let the sequence's drafter reuse the cached state of row `source`, whose first `length` tokens equal those of
+        `seq`. Returns the number of leading positions that were taken over.
+
+        It is 0 if the drafter reads the target's hidden states and another drafter served row `source`.
+        """
         drafter = self._leases[seq.row].drafter
         if drafter.tap_layers and self._held.get(source) is not drafter:
             return 0
@@ -269,8 +277,8 @@ class Pool:
         return offers
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """Draft for each sequence; returns the drafts of all rows. `batch.takes_B` names what drafts for each; None:
-        the sequences' own drafters."""
+        """Drafts for each sequence; returns the drafts of all rows. `batch.takes_B` names for each row the source of
+        its drafts, such as its drafter or prompt lookup. If it is empty, every sequence's own drafter drafts."""
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
         confidence_B: list[list[float] | None] = [None] * len(takes_B)
@@ -313,9 +321,9 @@ class Pool:
         return self._leases[seq.row].drafter
 
     def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
-        """Update the drafters after a decode round that ran as one CUDA graph, which already wrote keys and values of
-        the new positions (`observed`) into the cache of `drafter`. All these sequences have this drafter. Sets the
-        cache's lengths, and passes the new tokens to prompt lookup and predictions."""
+        """Update the drafters after a decode round that ran as one CUDA graph. That graph has already written keys and
+        values of the new positions (`observed`) into the cache of `drafter`, so only the cache's lengths are set here.
+        Prompt lookup and predictions get the new tokens. All sequences in `observed` must have this drafter."""
         drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
         self._held |= {one.sequence.row: drafter for one in observed}
         for each in self._sources(drafter):

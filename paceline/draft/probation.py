@@ -12,10 +12,10 @@ from paceline.types import CANDIDATE, Batch, Sequence, Take
 
 
 class Probation(NoDrafter):
-    """Wraps a new drafter to try it on one request. The new drafter reads the prompt and drafts once; these drafts are
-    not verified. The request itself is decoded without drafts.
+    """Wraps a new drafter to try it on one request before it is used. The new drafter reads the prompt and drafts once,
+    which shows whether it works; these drafts are discarded. The request itself is decoded without drafts.
 
-    When the request ends, the future `done` gets the list of drafted tokens as its result, or the error.
+    The future `done` completes when the request ends, with the list of drafted tokens or the error.
     """
 
     name = CANDIDATE
@@ -29,7 +29,7 @@ class Probation(NoDrafter):
         self._error: Exception | None = None
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Returns 0, so that the new drafter reads the whole prompt."""
+        """Returns 0: no cached state is reused, so that the new drafter reads the whole prompt."""
         return 0
 
     def start(self, seq: Sequence) -> None:

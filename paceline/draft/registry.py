@@ -84,8 +84,8 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
 
 def origin_of(name: str) -> tuple[str, Stamp]:
     """Returns (source, stamp) of the drafter with this name; downloads its files if necessary. Source: the absolute
-    path of a local drafter, else the name. Stamp: the state of the files, empty for a method without files, such as
-    "ngram". Raises ModelNotFoundError for an unknown name."""
+    path of a local drafter, or the name of any other. Stamp: the state of its files, by which later changes are
+    detected; empty for a method without files, such as "ngram". Raises ModelNotFoundError for an unknown name."""
     if name in DRAFTERS:
         return name, Stamp()
     stamp, local = Stamp.of(checkpoint_of(name).absolute()), Path(name).expanduser()
@@ -109,11 +109,12 @@ def _read(path: Path, target: Target, options: dict[str, Any]) -> Drafter:
 
 
 def folder_of(name: str, target_name: str | None = None) -> Path:
-    """Returns the path of a drafter's checkpoint; downloads it if necessary. `name`: as in `shipped_or_checkpoint`, or
-    "default" for the drafter that ships for `target_name`.
+    """Returns the path of a trained drafter's checkpoint; downloads it if necessary. `name`: a checkpoint, a built-in
+    model that a drafter ships for, or "default" for the drafter that ships for `target_name`.
 
-    Raises the errors of `shipped_or_checkpoint`, ModelFileError if the checkpoint is neither a DFlash or EAGLE-3
-    drafter nor an MTP layer, ConfigError for "default" if no drafter ships for the target.
+    Raises ModelNotFoundError for an unknown name, DownloadError or CacheError if a download fails, ModelFileError if
+    the checkpoint is neither a DFlash or EAGLE-3 drafter nor an MTP layer, ConfigError for "default" if no drafter
+    ships for the target.
     """
     if name == "default":
         if target_name not in shipped.SHIPPED:
@@ -145,14 +146,16 @@ def _trained_kind(path: Path) -> Kind:
 
 
 def shipped_or_checkpoint(name: str) -> Path:
-    """Returns the path of the drafter that ships for the built-in model `name`, else of the checkpoint `name` (see
-    `checkpoint_of`). Raises ModelNotFoundError for an unknown name, DownloadError or CacheError if a download fails."""
+    """Returns the path of a drafter. If a drafter ships for the built-in model `name`, this is the one; otherwise
+    `name` is a checkpoint as in `checkpoint_of`. Raises ModelNotFoundError for an unknown name, DownloadError or
+    CacheError if a download fails."""
     return shipped.find(name) if name in shipped.SHIPPED else checkpoint_of(name)
 
 
 def checkpoint_of(name: str) -> Path:
-    """Returns the path of a checkpoint: a folder, a GGUF file, a hub id or a built-in model. Downloads it if necessary.
-    Raises ModelNotFoundError for an unknown name, DownloadError or CacheError if a download fails."""
+    """Returns the path of the checkpoint `name`, which is a path of a folder or GGUF file, a hub id or a built-in
+    model; downloads it if necessary. Raises ModelNotFoundError for an unknown name, DownloadError or CacheError if a
+    download fails."""
     try:
         return hub.resolve(name)
     except ModelNotFoundError as error:

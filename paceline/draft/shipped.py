@@ -45,7 +45,8 @@ def local(name: str) -> Path | None:
 
 def find(name: str) -> Path:
     """Returns the folder of the drafter that ships for the built-in model `name`, a key of SHIPPED; downloads it if
-    necessary. Raises DownloadError or CacheError, with the command that installs the drafter, if that fails."""
+    necessary. Raises DownloadError or CacheError if the download fails; the message has the command that installs the
+    drafter."""
     if (folder := local(name)) is not None:
         return folder
     try:
@@ -58,8 +59,8 @@ def find(name: str) -> Path:
 
 @functools.cache
 def find_or_report(name: str) -> Path | None:
-    """Returns the result of `find`. If that fails, prints the error and returns None, also in later calls with this
-    name."""
+    """Like `find`, but prints the error and returns None if the download fails. Results are cached: later calls with
+    the same name neither print nor try again."""
     try:
         return find(name)
     except (DownloadError, CacheError) as error:

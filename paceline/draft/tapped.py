@@ -34,8 +34,9 @@ MOST_UNSORTED = 16
 
 
 class TappedDrafter(Drafter):
-    """Base class of drafters that read the target's hidden states (features). It stores each row's features until keys
-    and values are computed from them. A subclass's `bind` calls `_bind_path`, which makes the decode path."""
+    """Base class of drafters that read the target's hidden states (features). Keys and values are computed from a row's
+    features only when the row drafts; until then the features are stored. A subclass's `bind` calls `_bind_path`, which
+    makes the decode path."""
 
     network: Any
     """The network as an nn.Module, with the weights as they were read."""
@@ -102,8 +103,8 @@ class TappedDrafter(Drafter):
         self._kept = tensors
 
     def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the network's weights, for example by trained ones. Drafting continues with the old weights until the
-        drafter is bound to a new cache of the target."""
+        """Replace the network's weights, for example by newly trained ones. They take effect when the drafter is bound
+        to a new cache of the target; until then it drafts with the old weights."""
         self._use_tensors(tensors)
         self._kept, self.held = None, {}
 
@@ -115,8 +116,8 @@ class TappedDrafter(Drafter):
         self._fresh.add(seq.row)
 
     def observe(self, observed: list[Observed]) -> None:
-        """Store the features (target's hidden states) of new positions; keys and values are computed when the row
-        drafts."""
+        """Store the features (target's hidden states) of newly verified positions. Keys and values are computed from
+        them later, when the row drafts."""
         if self._overwrites_taps:
             observed = [
                 replace(one, taps_TF=one.taps_NF.clone(), begin=0) for one in observed if one.taps_NF is not None
@@ -142,8 +143,8 @@ class TappedDrafter(Drafter):
         self._sort()
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Copy keys and values of the first `length` tokens of `seq` from row `source`, which has the same tokens.
-        Returns the number of positions copied, which may be less than `length`."""
+        """Copy keys and values from row `source`, whose first `length` tokens equal those of `seq`. Returns the number
+        of positions copied; it is smaller than `length` if the last ones must be computed anew."""
         self._sort()
         self._inject([source])
         length = max(min(length - self.looks_ahead, self._cache.lengths[source]), 0)
@@ -170,13 +171,13 @@ class TappedDrafter(Drafter):
         self._take_in(waiting, starts, counts, [one for observed in taken for one in observed])
 
     def take_in_pending(self, rows: list[int]) -> None:
-        """Compute keys and values for all pending features of these rows."""
+        """Compute keys and values from all features that are stored for these rows."""
         self._sort()
         self._inject(rows)
 
     def advance(self, rows: list[int], lengths: list[int]) -> None:
-        """Set the cache lengths of `rows`, after a round captured as a CUDA graph wrote keys and values of new
-        positions. These rows must have no pending features."""
+        """Set the numbers of valid cache positions of `rows` to `lengths`. Call it after a round captured as a CUDA
+        graph, which wrote keys and values itself. No features may be stored for these rows."""
         self._cache.append(rows, [length - self._cache.lengths[row] for row, length in zip(rows, lengths, strict=True)])
 
     def can_draft(self, seq: Sequence) -> bool:
@@ -189,8 +190,9 @@ class TappedDrafter(Drafter):
 
 
 def cache_shape_of(config: DecoderConfig, target: Target, slack: int, *, is_native: bool) -> tuple[int, ...]:
-    """Returns the shape [layers, rows, kv_heads, positions, head_dim] of the keys in a drafter's KV cache. `slack`:
-    positions of a row beyond the longest text."""
+    """Returns the shape [layers, rows, kv_heads, positions, head_dim] of the keys in a drafter's KV cache; values have
+    the same shape. `slack`: positions of a row beyond the longest text, for drafts. `is_native`: True for the layout of
+    native (C++) calls."""
     max_len, head_dim = target.cache.max_len, config.head_dim
     if is_native:
         head_dim, slack = padded(config, max_len, slack)
@@ -198,8 +200,8 @@ def cache_shape_of(config: DecoderConfig, target: Target, slack: int, *, is_nati
 
 
 class PendingFeatures:
-    """Features (target's hidden states) of observed positions that have no keys and values yet. For each row they are
-    contiguous, oldest first."""
+    """Stored features (target's hidden states) of positions whose keys and values were not computed yet. The positions
+    of each row are contiguous, oldest first."""
 
     def __init__(self) -> None:
         self._rows: dict[int, deque[Observed]] = {}
@@ -209,11 +211,11 @@ class PendingFeatures:
         return waiting[-1].start + waiting[-1].count - waiting[0].start if waiting else 0
 
     def add(self, one: Observed) -> None:
-        """Add positions of one row; they must directly follow the row's pending positions."""
+        """Store the features of positions of one row, which must directly follow those already stored for it."""
         self._rows.setdefault(one.sequence.row, deque()).append(one)
 
     def take(self, row: int, most: float = math.inf) -> list[Observed]:
-        """Remove and return the oldest pending positions of a row: at most `most`, or all."""
+        """Remove and return the stored features of a row's oldest positions, at most `most` of them; default: all."""
         waiting, taken = self._rows.get(row), list[Observed]()
         while waiting and most:
             one = waiting.popleft()
@@ -230,8 +232,9 @@ class PendingFeatures:
 
 
 def features_of(observed: list[Observed]) -> Tensor:
-    """Returns the features (target's hidden states) of all T observed positions, in order, F = tapped layers * hidden
-    size. To avoid a copy, the result may be a whole pass of the target: callers must ignore rows after the first T."""
+    """Returns the features (target's hidden states) of all T observed positions, in order: a tensor of at least T rows,
+    F = tapped layers * hidden size columns. Rows after the first T must be ignored: to avoid a copy, the result may be
+    the features of a whole target pass."""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

@@ -78,8 +78,8 @@ def as_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def read_draft_ids(folder: Path) -> Vocabulary | None:
-    """Returns the draft vocabulary in the folder's file `draft_ids.safetensors`; None without that file. Raises
-    ModelFileError if it is damaged."""
+    """Returns the draft vocabulary, and LM head if there is one, in the folder's file `draft_ids.safetensors`; None
+    without that file. Raises ModelFileError if it is damaged."""
     file = folder / DRAFT_IDS
     if not file.is_file():
         return None
@@ -94,17 +94,20 @@ def read_draft_ids(folder: Path) -> Vocabulary | None:
 def with_head(
     own: Vocabulary, head_VD: Tensor | None, file: Path, remedy: str = "fetch the drafter again"
 ) -> Vocabulary:
-    """Returns the draft vocabulary `own` with `head_VD` as its LM head; None: the target's head. Raises ModelFileError
-    unless the head has one row per token. `file`, `remedy`: beginning and end of the error message."""
+    """Returns the draft vocabulary `own` with the drafter's own LM head `head_VD`; None: it uses the target's. Raises
+    ModelFileError unless the head has one row per token of the draft vocabulary. `file`, `remedy`: file that is named
+    in the error message, and its last part, which says what to do."""
     if head_VD is not None and own.ids is not None and len(head_VD) != len(own.ids):
         raise ModelFileError(f"{file}: the head has {len(head_VD)} rows for {len(own.ids)} tokens: {remedy}")
     return own._replace(head_VD=head_VD)
 
 
 def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> Tensor:
-    """Returns [V]: for each token of the target's vocabulary, its row in the drafter's own LM head, which is also its
-    embedding; the mask token's row for a token without one. `ids`: token ids of the head's rows, which include
-    `mask_token_id`; None: all tokens have a row."""
+    """Returns for each token of the target's vocabulary its row in the drafter's own LM head, [V]. A token that the
+    head does not have gets the row of the mask token. Used for drafters that embed tokens with the rows of their head.
+
+    `ids`: token ids of the head's rows, `mask_token_id` among them; None: the head has all tokens.
+    """
     if ids is None:
         return torch.arange(vocab_size)
     rows_V = torch.full((vocab_size,), int(torch.searchsorted(ids.cpu(), mask_token_id)))
@@ -113,8 +116,8 @@ def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> T
 
 
 def check_ids(ids: Tensor, what: str, remedy: str) -> Tensor:
-    """Returns `ids` if they are a non-empty 1-D tensor of ascending token ids; else raises ModelFileError. `what`,
-    `remedy`: beginning and end of the error message."""
+    """Returns `ids` unchanged if they are a non-empty 1-D tensor of ascending token ids; else raises ModelFileError.
+    `what`: beginning of the error message, which names the tensor. `remedy`: its end, which says what to do."""
     if ids.ndim != 1 or not len(ids) or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
         raise ModelFileError(f"{what}: token ids must ascend: {remedy}")
     return ids

@@ -62,9 +62,9 @@ from paceline.verify.rules import CheckedRow, RowVerdict
 
 
 def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
-    """Returns bool [V]: True for each token that the lossy rule accepts whenever it is drafted. `target_V`: the
-    target's distribution there (at temperature 1 for a greedy request). None for lenience and mixture, which have no
-    such set."""
+    """Returns bool [V]: True for each token that the lossy rule always accepts as a draft. None for lenience and
+    mixture, which accept every token with some probability instead. `target_V`: the target's distribution at the
+    draft's position (at temperature 1 for a greedy request)."""
     if isinstance(rule, Typical):
         entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
         return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
@@ -88,9 +88,9 @@ def _likeliest(target_V: Tensor, count: int) -> Tensor:
 
 
 def chances(rule: Rule, target_X: Tensor, draft_X: Tensor, allowed_X: Tensor | None) -> Tensor:
-    """Returns the probability a(x) that the lossy rule accepts a draft x, for each of X tokens. `target_X`, `draft_X`:
-    their probabilities in target and drafter. `allowed_X`: from `allowed`. Values where draft(x) is 0 have no
-    meaning."""
+    """Returns for each of X tokens the probability a(x) that the lossy rule accepts it as a draft. `target_X`,
+    `draft_X`: probabilities of the tokens in target and drafter. `allowed_X`: entries of the result of `allowed` for
+    these tokens. Results for tokens with draft probability 0 are meaningless."""
     scale = rule.l if isinstance(rule, Lenience) else rule.acc if isinstance(rule, Threshold) else 1.0
     chance_X = target_X / (draft_X.clamp(min=torch.finfo(draft_X.dtype).tiny) * scale)
     if isinstance(rule, Mixture):
@@ -104,8 +104,8 @@ _LOSSLESS = Lenience(1.0)
 
 
 class Tilt(NamedTuple):
-    """Total variation and Kullback-Leibler divergence between the output distribution at a position and the
-    target's."""
+    """Deviation of the output distribution from the target's at one position: total variation and Kullback-Leibler
+    divergence."""
 
     tv: float
     kl: Callable[[], float]
@@ -113,9 +113,9 @@ class Tilt(NamedTuple):
 
 
 def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
-    """Returns total variation and Kullback-Leibler divergence between the distributions of output and target at one
-    position with a sampled draft. `target_V`, `draft_V`: distributions of target and drafter there; `chance_V`: each
-    token's acceptance probability, from `chances`."""
+    """Computes how far the output distribution deviates from the target's at one position with a sampled draft.
+    `target_V`, `draft_V`: distributions of target and drafter at this position. `chance_V`: probability that each token
+    is accepted as a draft, from `chances`."""
     extra_V = (draft_V * (chance_V - chances(_LOSSLESS, target_V, draft_V, None))).clamp_(min=0.0)
     tv = float(extra_V.sum(dtype=torch.float64))
 
@@ -132,9 +132,9 @@ def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
 
 
 def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
-    """Judges one row's chain of sampled drafts by the request's lossy settings. Records in `ledger` how far each
-    decision deviates from the target's distribution. With lossless settings the result equals that of
-    `rules.rejection`, bit for bit."""
+    """Judges one row's chain of sampled drafts by the request's lossy settings. Adds to `ledger` how far each decision
+    deviates from the target's distribution. With lossless settings the result equals that of `rules.rejection`, bit for
+    bit."""
     assert row.draft_probs_KV is not None
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     for slot, lossless in enumerate(rules.accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
@@ -151,9 +151,9 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns for each child of a tree node the probability that the lossy rule accepts it (b_i in the module's
-    docstring): given that the target's own token is not a child, and no earlier child was accepted. `children`: their
-    token ids, in the drafter's order."""
+    """Returns for each child of a tree node the probability that the lossy rule accepts it, given that the target's own
+    token is not a child and that no earlier child was accepted (b_i in the module's docstring). `target_V`: the
+    target's distribution after the node. `children`: token ids of the children, in the drafter's order."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)
@@ -167,9 +167,9 @@ def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[flo
 
 
 def tilt_children(target_V: Tensor, children: list[int], chance_N: list[float]) -> Tilt:
-    """Returns total variation and Kullback-Leibler divergence between the distributions of output and target after a
-    tree node with the certain (deterministic) drafts `children`. `target_V`: the target's distribution there;
-    `chance_N`: each child's acceptance probability, from `child_chances`."""
+    """Computes how far the output distribution deviates from the target's after a tree node with the certain
+    (deterministic) drafts `children`. `target_V`: the target's distribution after the node. `chance_N`: acceptance
+    probability of each child, from `child_chances`."""
     known = target_V[torch.tensor(children, device=target_V.device)].tolist()
     outside = max(1.0 - sum(known), 0.0)
     left = math.prod(1.0 - chance for chance in chance_N)
@@ -203,16 +203,16 @@ def follow(
     is_greedy: bool,
 ) -> Followed:
     """Judges a tree of certain (deterministic) drafts by a request's lossy settings; a chain is a tree too. Adds to
-    `ledger` each decision's distance from the target's distribution. With lossless settings the result equals that of
-    `rules.match` along the tree, bit for bit.
+    `ledger` how far each decision deviates from the target's distribution. With lossless settings the result equals
+    that of `rules.match` along the tree, bit for bit.
 
-    - `tokens`: the nodes' token ids. `parents`: index of each node's parent, -1 for nodes after the last committed
+    - `tokens`: token ids of the nodes. `parents`: index of each node's parent, -1 for nodes after the last committed
       token.
     - `own`: function (indices of the accepted nodes, from the root) -> the target's own token after them. A negative
-      token ends judging, as the next token.
+      result ends the judging; it becomes the next token.
     - `probs`: function (indices of the accepted nodes) -> the target's distribution after them, [V]; for a greedy
       request at temperature 1.
-    - `coin`: function (draft position) -> the random number that decides there. Unused if `is_greedy`.
+    - `coin`: function (draft position) -> random number in [0, 1) that decides at this position. Unused if `is_greedy`.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

@@ -50,8 +50,8 @@ class RowVerdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Uniforms:
-    """Random numbers in [0, 1) that decide the verification of one row in one round. They depend only on seed, token
-    position, draft position and decision (see `paceline.rng`)."""
+    """Random numbers that decide the verification of one row in one round. They depend only on the seed, the positions
+    of token and draft, and the type of decision (see `paceline.rng`), so a repeated request gets the same ones."""
 
     seed: int
     anchor_position: int
@@ -62,16 +62,18 @@ class Uniforms:
         return cls(seq.seed, len(seq.tokens) - 1)
 
     def noise(self, slot: int) -> Noise:
-        """Returns the noise with which the target samples its own token at this slot (draft position), as in plain
-        decoding."""
+        """Returns the random numbers with which the target samples its own token at this slot (draft position), the
+        same as in plain decoding."""
         return Noise(self.seed, self.anchor_position + slot + 1)
 
     def accept(self, slot: int) -> float:
-        """Returns the random number that decides whether draft `slot` is accepted."""
+        """Returns the random number in [0, 1) that decides whether the draft at this slot (draft position) is
+        accepted."""
         return uniform(self.seed, ACCEPT, self.anchor_position, slot)
 
     def residual(self, slot: int) -> float:
-        """Returns the random number for sampling the token that replaces draft `slot`."""
+        """Returns the random number in [0, 1) with which the token that replaces a rejected draft at this slot (draft
+        position) is sampled."""
         return uniform(self.seed, RESIDUAL, self.anchor_position, slot)
 
 
@@ -113,8 +115,9 @@ class Rule:
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
-    """Accepts the leading drafts that equal the target's own tokens. `draw(slot)` returns the target's token at a draft
-    position; it is called in order, up to the first mismatch or the position after the last draft."""
+    """Accepts the leading drafts that equal the target's own tokens. `draw`: function (draft position, from 0) -> the
+    target's own token at this position. It is called for each position in order until a token differs from its draft,
+    and after the last draft if all are accepted."""
     for slot, drafted in enumerate(draft_tokens):
         token = draw(slot)
         if token != drafted:
@@ -123,18 +126,18 @@ def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerd
 
 
 def match(row: CheckedRow) -> RowVerdict:
-    """Accepts drafts that equal the target's own sampled tokens."""
+    """Accepts the leading drafts that equal the target's own sampled tokens."""
     return match_prefix(row.draft_tokens, row.draw)
 
 
 def auto(row: CheckedRow) -> RowVerdict:
-    """Judges certain (deterministic) drafts by `match`, so that the text is the same as without a drafter, and sampled
-    drafts by `block`, which on average accepts at least as many as `rejection`."""
+    """Judges certain (deterministic) drafts by `match`, which gives the same text as plain decoding, and sampled drafts
+    by `block`, which on average accepts at least as many as `rejection`."""
     return match(row) if row.draft_probs_KV is None else block(row)
 
 
 def rejection(row: CheckedRow) -> RowVerdict:
-    """Judges drafts by rejection sampling, one after the other."""
+    """Judges drafts by rejection sampling: one after the other, until one is rejected."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     for slot, chance in enumerate(accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
         if not row.uniforms.accept(slot) < chance:  # so put, a chance that is NaN rejects
@@ -143,8 +146,8 @@ def rejection(row: CheckedRow) -> RowVerdict:
 
 
 def block(row: CheckedRow) -> RowVerdict:
-    """Judges all drafts of a row together, by block verification: tests the longest prefix first, then shorter ones,
-    and accepts the first that passes. Usually this reads few whole distributions."""
+    """Judges all drafts of a row together, by block verification: tests all K drafts first, then the first K - 1 and so
+    on, and accepts the first of these prefixes that passes."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     probs_J = prefix_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)
     if num_drafted == 0 or row.uniforms.accept(num_drafted - 1) < probs_J[num_drafted]:
@@ -160,7 +163,8 @@ def block(row: CheckedRow) -> RowVerdict:
 
 
 def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[float]:
-    """Returns the probability of each drafted token in its row of `probs_KV`; 1.0 without it (certain drafts)."""
+    """Returns for each drafted token its probability in `probs_KV`, whose row i is the distribution at draft position
+    i. None means certain drafts: all get 1.0."""
     if probs_KV is None:
         return [1.0] * len(draft_tokens)
     ids_K1 = torch.tensor(draft_tokens, dtype=torch.int64, device=probs_KV.device).unsqueeze(-1)
@@ -168,8 +172,10 @@ def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[floa
 
 
 def accept_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Returns for each of the K drafts the chance that it is accepted if all earlier drafts are: min(1, its probability
-    in the target / that in the drafter). `draft_probs_KV` None: certain drafts, of probability 1."""
+    """Returns for each of the K drafts the probability that rejection sampling accepts it if all earlier drafts were
+    accepted: min(1, target probability / draft probability). `draft_probs_KV`: distributions that the drafts were
+    sampled from; None: certain drafts, of probability 1. `target_probs_JV`: the target's distributions at the same
+    positions."""
     pairs = zip(drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV), strict=True)
     return [_at_most_one(target, draft) for target, draft in pairs]
 
@@ -193,18 +199,21 @@ def _at_most_one(target: float, draft: float) -> float:
 
 
 def stop_prob(prefix_prob: float, residual_mass: float) -> float:
-    """Returns h_i of the module's docstring, for i < K: the probability that block verification accepts exactly i
-    drafts, given that it accepts at most i. `prefix_prob`: pi_i, from `prefix_probs`. `residual_mass`: sum of the
-    weights that `residual_after` returns for i accepted drafts."""
+    """Returns the probability that block verification accepts exactly i of K drafts, given that it accepts at most i
+    (h_i in the module's docstring), for i < K.
+
+    `prefix_prob`: pi_i, from `prefix_probs`. `residual_mass`: sum of the weights that `residual_after` returns for i
+    accepted drafts.
+    """
     if prefix_prob == 1.0:
         return 1.0  # also if R_i is 0: then every longer prefix is accepted too, and h_i is not needed
     return residual_mass / (residual_mass + 1.0 - prefix_prob)
 
 
 def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, prefix_prob: float = 1.0) -> Tensor:
-    """Returns the weights [V], not normalised, for sampling the token after `num_accepted` drafts if the next one is
-    rejected: max(prefix_prob * target - draft, 0). `prefix_prob`: 1 for rejection sampling, else from
-    `prefix_probs`."""
+    """Returns the weights [V] by which the token after `num_accepted` drafts is sampled if the next draft is rejected:
+    max(prefix_prob * target - draft, 0), not normalised. `prefix_prob`: 1 for rejection sampling; for block
+    verification the entry `num_accepted` of `prefix_probs`."""
     weights_V = target_probs_JV[num_accepted] * prefix_prob
     if row.draft_probs_KV is not None:
         return weights_V.sub_(row.draft_probs_KV[num_accepted]).clamp_(min=0.0)
@@ -213,8 +222,8 @@ def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, 
 
 
 def draw_residual(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor) -> int:
-    """Samples the token that replaces the draft after `num_accepted` accepted ones, from the residual max(target -
-    draft, 0)."""
+    """Samples the token that replaces the first rejected draft in rejection sampling, from the weights max(target -
+    draft, 0). `num_accepted`: number of drafts before it."""
     return _draw_residual(row, num_accepted, residual_after(row, num_accepted, target_probs_JV), target_probs_JV)
 
 
@@ -239,8 +248,8 @@ MOCKED = "mocked"
 
 
 def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
-    """Returns a rule that accepts as many drafts as `acceptance` prescribes, whatever the target's tokens are. Raises
-    ConfigError for a number below 1, and for an invalid curve. `acceptance` is one of three:
+    """Returns a verification rule for benchmarks: it accepts as many drafts as `acceptance` prescribes, whatever the
+    target's tokens are. `acceptance` is one of three:
 
     - A number: the average tokens per round, including the bonus token, spread as evenly as possible over the rounds.
     - A survival curve: acceptance[i - 1] is the share of rounds in which at least i drafts are accepted. A random
@@ -248,6 +257,8 @@ def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
     - Marginals (chances of candidates by slot and rank): chains follow the survival curve of the top candidates. In a
       tree a random path is accepted; each node is on it with the probability in `Tree.gains`. If the tree was grown by
       the same marginals (`marginals.MockedPlanner`), a round has 1 + sum(gains) tokens on average.
+
+    Raises ConfigError for a number below 1, and for an invalid curve.
     """
     if isinstance(acceptance, Marginals):
         return replace(mocked(acceptance.survival), takes_trees=True, walk=_walk)

@@ -244,8 +244,8 @@ def check_fit(
 
 
 def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:
-    """Raises DrafterMismatchError, with both values, for the first property in which drafter and target differ. Each
-    check: (True if they differ, name of the property, the drafter's value, the target's value)."""
+    """Raises DrafterMismatchError, with both values, for the first property in which a drafter does not fit its target.
+    Each check: (True if it does not fit, name of the property, the drafter's value, the target's value)."""
     for is_wrong, what, drafter_value, target_value in checks:
         if is_wrong:
             raise DrafterMismatchError(

@@ -119,8 +119,8 @@ class DraftLayer(nn.Module):
 
 class DFlashNetwork(nn.Module):
     """The trainable DFlash network, with parameter names and dtypes of the checkpoint. It contains neither embedding
-    nor LM head: the drafter uses the target's. A drafter with an LM head of its own passes it separately; if its hidden
-    size differs from the target's, the rows of this head are also its token embeddings."""
+    nor LM head: the drafter uses the target's, or an LM head of its own (`DFlashDrafter.head_VD`). If the drafter's
+    hidden size differs from the target's, the rows of its own head are also its token embeddings."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -203,11 +203,12 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
 
 class DFlashDrafter(TappedDrafter):
     """A DFlash v1 drafter. Greedy and seeded requests get deterministic drafts. Other requests get sampled drafts, with
-    the distributions that they were sampled from, except in two cases:
+    the distributions that they were sampled from. Two settings of the batch replace sampled drafts by deterministic
+    ones:
 
-    - Rows with candidates for a draft tree (`batch.num_candidates`) get the most probable tokens as drafts.
-    - With `batch.noise_aware`, drafts are predictions of the tokens that the target will sample, made from the random
-      numbers that it will use. This includes seeded requests, and excludes greedy ones and those with a lossy rule.
+    - With `num_candidates`, rows with candidates for a draft tree get the most probable tokens as drafts.
+    - With `noise_aware`, drafts are predictions of the tokens that the target will sample, made from the random numbers
+      that it will use. Seeded requests get such drafts too; greedy requests and those with a lossy rule do not.
     """
 
     name = "dflash"
