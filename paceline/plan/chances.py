@@ -43,12 +43,14 @@ class Ratio:
         self.over, self.under = keep * self.over + over, keep * self.under + under
 
     def near(self, prior: float, weight: float) -> float:
-        """Returns the quotient after adding prior * weight to its numerator and `weight` to its denominator."""
+        """Returns the quotient, drawn towards `prior` as long as little was counted: it is computed with `weight` added
+        to its denominator, and prior * weight to its numerator."""
         return (weight * prior + self.over) / (weight + self.under)
 
 
 class Chances:
-    """Acceptance chances of one drafter's drafts at each slot (draft position), if all earlier drafts are accepted."""
+    """Estimated acceptance chance of one drafter's drafts at each slot (draft position), given that all earlier drafts
+    of the round are accepted. Updated after each round."""
 
     def __init__(self, num_slots: int, prior: float) -> None:
         self._prior = prior
@@ -72,8 +74,8 @@ class Chances:
         self.average += self.average[-1:] * more
 
     def of(self, confidence: Sequence[float]) -> list[float]:
-        """Returns the acceptance chance at each slot. `confidence`: log-probability of the drafter's top token
-        there."""
+        """Estimates the acceptance chance of the next round's draft at each slot (draft position). `confidence`: the
+        drafter's log-probability of its top token at each slot."""
         return [self._chance(slot, _bucket_of(logprob)) for slot, logprob in enumerate(confidence)]
 
     def _chance(self, slot: int, bucket: int) -> float:
@@ -83,8 +85,8 @@ class Chances:
         return cell.near(chance, _CELL_WEIGHT) if cell else chance
 
     def of_candidates(self, slot: int, logprobs: Sequence[float]) -> list[float]:
-        """Returns the acceptance chance of each candidate of a slot, non-increasing. `logprobs`: the drafter's
-        log-probabilities of them, the largest first."""
+        """Estimates the acceptance chance of each candidate token of a slot (draft position), non-increasing.
+        `logprobs`: the candidates' log-probabilities in the drafter, the largest first."""
         chances = [self._chance(slot, _bucket_of(logprobs[0]))]
         left = 1.0 - chances[0]
         for logprob in logprobs[1:]:
@@ -93,8 +95,9 @@ class Chances:
         return chances
 
     def record_tree(self, outcome: Outcome, confidence: Sequence[float] | None) -> None:
-        """Update the estimates with one row's verified tree. Its path of top tokens counts like a chain; other nodes
-        update the chances of candidates of lower rank. `confidence`: as in `record`."""
+        """Update the estimates with one row's verified draft tree (`outcome`). The path of top tokens counts like a
+        chain in `record`. The other nodes correct the drafter's probabilities of tokens that are not its top one.
+        `confidence`: the drafter's log-probability of its top token at each slot; None if unknown."""
         self.record(len(outcome.tree.spine), outcome.spine_accepted, confidence)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)
@@ -102,12 +105,12 @@ class Chances:
         self._sibling_factor = self._sibling_truth.near(1.0, _SIBLING_WEIGHT)
 
     def record(self, num_checked: int, num_accepted: int, confidence: Sequence[float] | None = None) -> None:
-        """Update the estimates with one row's drafts: the first `num_checked` were verified, the first `num_accepted`
-        accepted. `confidence`: log-probability of the drafter's top token at each slot, verified or not; None if
-        unknown.
+        """Update the estimates with one row's drafts, of which the first `num_checked` were verified and the first
+        `num_accepted` accepted. `confidence`: the drafter's log-probability of its top token at each slot, verified or
+        not; None if unknown.
 
-        If all verified drafts were accepted, each other draft is counted with its estimated chance. Without this the
-        estimates would be biased upwards, because only promising drafts are verified.
+        If all verified drafts were accepted, drafts after them count with their estimated chances. Otherwise the
+        estimates would be too high, because only promising drafts are verified.
         """
         chances = self.of(confidence[: len(self.average)]) if confidence is not None else []
         self._detect_shift((chances or self.average)[:num_checked], num_accepted)
@@ -149,8 +152,8 @@ def _bucket_of(logprob: float) -> int:
 
 @dataclass(slots=True)
 class Calibration(Ratio):
-    """Correction factor for sources that predict their own acceptance, such as prompt lookup: drafts accepted divided
-    by drafts expected to be accepted."""
+    """Correction factor on the acceptance chances that a source, such as prompt lookup, predicts for its own drafts:
+    drafts accepted divided by drafts predicted to be accepted."""
 
     over: float = 4.0
     under: float = 4.0

@@ -14,9 +14,12 @@ takes."""
 
 
 class ChunkSizes:
-    """Chooses prefill chunk sizes, at most `most` prompt tokens. With `adapts`, while other rows decode, a chunk takes
-    about as long as one decode round: a running answer then waits about two rounds for its next token. Otherwise chunks
-    have the maximum size."""
+    """Chooses how many prompt tokens the next prefill chunk has, at most `most`.
+
+    With `adapts`, while other rows decode, a chunk is sized to take about as long as one decode round. A running answer
+    then waits about two rounds for its next token. Without `adapts`, or if no row decodes, chunks have the maximum
+    size.
+    """
 
     def __init__(self, most: int, adapts: bool) -> None:
         self._most, self._adapts = most, adapts
@@ -25,8 +28,8 @@ class ChunkSizes:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Context manager within which chunks have the maximum size, for work that is not streamed: higher throughput,
-        but a running answer waits longer for its next token."""
+        """Context manager that switches `adapts` off: chunks have the maximum size. It serves work that is not
+        streamed, since running answers wait longer for their next token, but throughput is higher."""
         adapts, self._adapts = self._adapts, False
         try:
             yield
@@ -40,9 +43,11 @@ class ChunkSizes:
 
     @property
     def most_round_s(self) -> float:
-        """Time limit in seconds of the next decode round if a prefill chunk runs in the same step; infinity: no limit.
-        It is a running average of the seconds of rounds without a limit. A longer round raises it at once, by at most a
-        quarter; shorter rounds lower it slowly."""
+        """Time limit in seconds for the next decode round if a prefill chunk runs in the same step; infinity: no limit.
+
+        The limit is a running average of the durations of unlimited rounds. It rises at once with a longer round, by at
+        most a quarter, and falls slowly with shorter ones.
+        """
         is_free = not self._adapts or self._num_limited >= FREE_EVERY - 1
         return math.inf if is_free or not self._free_s else self._free_s
 
@@ -50,8 +55,8 @@ class ChunkSizes:
         self._token_s = _average(self._token_s, seconds / num_tokens, 2.0)
 
     def decoded(self, seconds: float, *, beside_chunk: bool) -> None:
-        """Update the estimates with the seconds of one decode round. `beside_chunk`: a prefill chunk ran in the same
-        step; such a round counts less, because it found cold caches."""
+        """Update the estimated duration of a decode round with a measured one. `beside_chunk`: True if a prefill chunk
+        ran in the same step. Such a round has less weight, because the chunk left cold caches."""
         self._round_s = _average(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
         if beside_chunk and self.most_round_s < math.inf:
             self._num_limited += 1

@@ -42,9 +42,12 @@ _LANGUAGES = {name: frozenset(words.split()) for name, words in _WORDS.items()}
 def clusters_of(
     texts: Sequence[tuple[str, str]], *, tag: str | None = None, schema: str = "", tools: str = ""
 ) -> tuple[str, ...]:
-    """Returns a request's classes, the most specific first; with a `tag` of the client, only that. `texts`: the
-    messages as (role, text), or one raw text with the role RAW. `schema`, `tools`: texts that are equal for similar
-    requests; they are only hashed."""
+    """Returns a request's classes: strings that describe its language, template, tools and answer schema, the most
+    specific first. They reveal none of its text. A client's `tag` replaces them all.
+
+    `texts`: the request's messages as (role, text), or one raw text with the role RAW. `schema`, `tools`: answer schema
+    and tools as text, "" if there are none; similar requests must have the same text.
+    """
     if tag:
         return (f"tag:{tag}",)
     system = "".join(text for role, text in texts if role in ("system", "developer"))
@@ -62,18 +65,19 @@ def digest(text: str) -> str:
 
 
 def label(cluster: str) -> str:
-    """Returns a cluster's name for metrics and traces: a client's tag is replaced by a hash of it."""
+    """Returns the name under which metrics and traces show a cluster. It is the cluster's own name, except that a
+    client's tag is replaced by "tag-" and six hexadecimal digits (`digest`), so that the tag stays private."""
     return f"tag-{digest(cluster[4:])}" if cluster.startswith("tag:") else cluster
 
 
 def is_tag(name: str) -> bool:
-    """True if `label` made this name from a tag."""
+    """True for the label of a cluster that a client's tag defines: "tag-" and six hexadecimal digits (see `label`)."""
     return re.fullmatch("tag-[0-9a-f]{6}", name) is not None
 
 
 def language(text: str) -> str:
-    """Returns the language of a text, such as "en", by its common words; with too few of them the script of most
-    letters, such as "latin"; "symbols" for a text without letters."""
+    """Returns the language of a text, such as "en", recognised by its common words. A text with too few of these gets
+    the script of most of its letters, such as "latin"; a text without letters gets "symbols"."""
     words = Counter(re.findall(r"[^\W\d_]+", text.lower()))
     hits = {name: sum(words[word] for word in common) for name, common in _LANGUAGES.items()}
     best = max(hits, key=hits.__getitem__)
@@ -85,9 +89,12 @@ def language(text: str) -> str:
 
 
 class Clusters:
-    """Assigns requests to at most 32 clusters (MOST_CLUSTERS) by their classes. A class becomes a cluster at its third
-    request (SEEN), if the table has room or a long unused cluster to evict. Until then its requests belong to a less
-    specific cluster, or to "other"."""
+    """Assigns requests to at most 32 clusters (MOST_CLUSTERS) of similar requests, by their classes (`clusters_of`).
+
+    A class becomes a cluster at its third request (SEEN). If there are 32 already, it replaces the longest unused one,
+    provided that none of the latest 4096 requests (IDLE) belonged to that. Until then its requests belong to a less
+    specific cluster, or to "other".
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}

@@ -49,12 +49,11 @@ class PassCosts:
 
 @dataclass(slots=True)
 class RoundCosts:
-    """Estimated durations of rounds of one type: all rows greedy, or some sampled. In seconds at the speed that the
-    machine had when `passes` was measured.
+    """Estimated durations of rounds of one type: all rows greedy, or some sampled. Estimates are in seconds at the
+    machine speed at which `passes` was measured.
 
-    `slowness` follows the machine's speed, which changes within seconds. A correction factor for each size of pass
-    corrects errors of `passes`; it is estimated from consecutive rounds of different sizes, between which the speed
-    hardly changes.
+    The present speed, which changes within seconds, is estimated separately (`slowness`), and so is a correction factor
+    of `passes` for each number of token positions.
     """
 
     passes: PassCosts
@@ -93,8 +92,9 @@ class RoundCosts:
         return low * (high / low) ** ((size - below) / (above - below))
 
     def drafting_s(self, source: str, num_rows: int) -> float:
-        """Returns the estimated seconds of one drafting pass of `source` (a drafter) for `num_rows` rows, scaled from
-        the nearest measured number of rows; 0 if nothing was measured."""
+        """Returns the estimated seconds of one drafting pass of `source` (a drafter's name) for `num_rows` rows: the
+        average of measured passes, or scaled from the nearest number of rows that was measured. 0 if nothing was
+        measured."""
         if num_rows == 0:
             return 0.0
         known = self._draft_s.get((source, num_rows))
@@ -107,8 +107,8 @@ class RoundCosts:
         return self._draft_s[source, nearest][0] * max(1.0 + 0.5 * (num_rows - nearest) / nearest, 0.5)
 
     def record(self, num_positions: int, pass_s: float) -> None:
-        """Add a measured round that verified `num_positions` token positions in all rows. `pass_s`: seconds of its
-        target pass and host work, without drafting."""
+        """Update the estimates with a finished round that verified `num_positions` token positions in all rows.
+        `pass_s`: measured seconds of its target pass and host work, without drafting."""
         size, measured = size_class(num_positions), pass_s / self.passes.seconds(num_positions)
         ratio = measured / (self._factor(size) * self.slowness)
         if self._num_rounds == 0:
@@ -120,7 +120,8 @@ class RoundCosts:
         self._num_rounds += 1
 
     def drafted(self, source: str, num_rows: int, draft_s: float) -> None:
-        """Add the seconds of one drafting pass of `source` (a drafter). Call it after `record` of the same round."""
+        """Update the estimates with one drafting pass of `source` (a drafter's name). `draft_s`: its measured seconds.
+        Call it after `record` of the same round."""
         seconds, first = draft_s / self.slowness, self._first_s.setdefault(source, [])
         if len(first) <= FIRST_DRAFTS:
             first.append((seconds, num_rows))
@@ -153,8 +154,9 @@ class RoundCosts:
 
 
 def drafting_by(stats: RoundStats, rows_by: Mapping[str, int]) -> dict[str, float]:
-    """Returns the seconds that each source (drafter) spent on drafting in a round. `rows_by`: source -> rows that it
-    drafted for; seconds that belong to no source are divided in proportion to these."""
+    """Divides a round's drafting time among the sources (drafters) that drafted; returns source -> seconds. `stats`:
+    measured times of the round. `rows_by`: source -> number of rows that it drafted for; time that was measured for all
+    sources together is divided in proportion to these."""
     shared_s = max(stats.draft_s - sum(stats.source_s.values()), 0.0)
     num_rows = sum(rows_by.values())
     return {source: stats.source_s.get(source, 0.0) + shared_s * rows / num_rows for source, rows in rows_by.items()}
@@ -162,5 +164,6 @@ def drafting_by(stats: RoundStats, rows_by: Mapping[str, int]) -> dict[str, floa
 
 @lru_cache(maxsize=4096)
 def size_class(count: int) -> int:
-    """Returns round(2 * log2(count)): two classes of positions or rows per doubling."""
+    """Returns the class of a number of positions or rows, round(2 * log2(count)). Statistics are kept per class, of
+    which there are two for each doubling of the number."""
     return round(2 * math.log2(max(count, 1)))

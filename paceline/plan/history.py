@@ -42,8 +42,8 @@ RECENT = 0.97
 
 
 class Trials:
-    """Time budget of trials: rounds whose drafts are expected to cost more time than they save, run to update the
-    estimates. A small share of the time of rounds is added to it."""
+    """Time budget for trials: rounds that draft although the drafts are expected to cost more time than they save, in
+    order to update the estimates. The budget grows by a small share of the time of all rounds."""
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s
@@ -61,13 +61,14 @@ class Trials:
         return self.wanted_s <= self.budget_s
 
     def begin_request(self) -> None:
-        """Increase the budget because a new request starts, whose text may suit the drafter better: by a small share of
-        the time since the latest call, at most `wanted_s`."""
+        """Increase the budget because a new request starts, whose text may suit the drafter better. The increase is a
+        small share of the time of rounds since the latest call, at most `wanted_s`."""
         self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, plain_s: float, is_trial: bool) -> None:
-        """Update the budget with a round. `plain_s`: estimated seconds of the same round without drafts. `is_trial`:
-        the round was a trial; the time that it lost compared with plain decoding is subtracted."""
+        """Update the budget with a finished round. `plain_s`: estimated seconds of the same round without drafts.
+        `is_trial`: True if the round was a trial; the time that it lost compared with plain decoding is then
+        subtracted."""
         self.budget_s = min(self.budget_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
         if not self.is_affordable:
             self.budget_s += TRIAL_SHARE * seconds
@@ -78,8 +79,8 @@ class Trials:
 
 
 class PlainRounds:
-    """Schedules plain rounds (without drafts), which measure the present time of such a round. For each batch size, one
-    is due after 2 rounds with drafts, the next after 4, then 8, up to PLAIN_EVERY (64)."""
+    """Decides when to run a plain round (without drafts), in order to measure the present time of such a round. For
+    each batch size, one is due after 2 rounds with drafts, the next after 4, then 8, up to PLAIN_EVERY (64)."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
@@ -98,13 +99,15 @@ class PlainRounds:
         self._counts[size_class(num_rows)] = num_drafted, most
 
     def restart(self, num_rows: int) -> None:
-        """Make plain rounds (without drafts) of `num_rows` rows as frequent as in the beginning."""
+        """Make plain rounds (without drafts) of `num_rows` rows frequent again: the next one is due after 2 rounds with
+        drafts."""
         self._counts.pop(size_class(num_rows), None)
 
 
 class Pauses:
-    """Pauses sources (drafters or prompt lookup) that lose time, by comparing tokens per second of rounds with drafts
-    and of the round without drafts after them. This needs no estimates."""
+    """Stops sources (drafters or prompt lookup) for a number of rounds if they lose time. It compares the tokens per
+    second of rounds with drafts and of the plain round after them, so that wrong estimates of time or acceptance have
+    no effect."""
 
     def __init__(self) -> None:
         self._latest: list[tuple[int, float]] = []
@@ -117,8 +120,8 @@ class Pauses:
         """Source -> (rounds left in its pause, length of the next, doubled by each loss right after a pause)."""
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> bool:
-        """Add a round: its numbers of rows and new tokens, its wall-clock seconds and the sources of its drafts.
-        Returns True if it starts a pause."""
+        """Add a finished round: its numbers of rows and new tokens, its wall-clock seconds and the sources of its
+        drafts (empty: without drafts). Returns True if this round makes a source pause."""
         drafting = ("+".join(sorted(sources)), num_rows)
         if len(sources) == 1 or (sources and not sources & COPYING):  # several drafters of a pool count as one
             before = self._latest[1 - COMPARED :] if drafting == self._drafting else []
@@ -146,7 +149,8 @@ class Pauses:
         return loses
 
     def next(self) -> set[str]:
-        """Shortens all pauses by one round; returns the sources that are paused in the next round."""
+        """Counts one round: shortens all pauses by it, and returns the sources that must not draft in the next
+        round."""
         self._pauses = {source: (max(left - 1, 0), length) for source, (left, length) in self._pauses.items()}
         return {source for source, (left, _) in self._pauses.items() if left}
 
@@ -158,8 +162,8 @@ class Pauses:
 
 @dataclass(slots=True)
 class RoundHistory:
-    """Statistics of past rounds, by which a planner decides whether the next one drafts. For one type of round: all
-    rows greedy, or some sampled (sampling takes additional time)."""
+    """Statistics of past rounds, by which a planner decides whether the next round drafts. One object is for rounds of
+    one type: all rows greedy, or some sampled (sampling takes additional time)."""
 
     costs: RoundCosts
     trials: Trials = field(init=False)
@@ -178,8 +182,8 @@ class RoundHistory:
         self.trials = Trials(FIRST_TRIALS * self.costs.pass_s(1))
 
     def begin(self, keys: set[int]) -> None:
-        """Start a round of the rows with these keys (`Row.key`). A new key belongs to a new request, which increases
-        the budget for trials."""
+        """Start a round. `keys`: unique numbers of the sequences that decode (`Row.key`). A number that was not in the
+        round before belongs to a new request, which increases the budget for trials."""
         if keys - self._keys:
             self.trials.begin_request()
         self._num_warm = self._num_warm + 1 if keys & self._keys else 0
@@ -194,8 +198,9 @@ class RoundHistory:
     def record(
         self, num_rows: int, num_tokens: int, round_s: float, sources: set[str], is_trial: bool, has_chunk: bool
     ) -> None:
-        """Add a round: its numbers of rows and new tokens, its wall-clock seconds and the sources of its drafts.
-        `is_trial`: its drafts only served to update estimates. `has_chunk`: a prefill chunk ran in the same step."""
+        """Add a finished round: its numbers of rows and new tokens, its wall-clock seconds and the sources of its
+        drafts. `is_trial`: True if it drafted only to update the estimates. `has_chunk`: True if a prefill chunk ran in
+        the same step."""
         seconds = round_s / self.costs.slowness
         self._rates.setdefault(num_rows, Ratio()).add(num_tokens, seconds, RECENT)
         self.trials.record(num_rows, num_tokens, seconds, self.costs.pass_s(num_rows), is_trial)
@@ -205,13 +210,13 @@ class RoundHistory:
             self.plain.restart(num_rows)
 
     def rest(self, num_rows: int) -> None:
-        """Stop drafters that run a network in the next min(8, 3 * `num_rows`) rounds of `num_rows` rows, because their
-        drafts would not pay."""
+        """Stop drafting by drafters that run a network for the next min(8, 3 * `num_rows`) rounds, if these have
+        `num_rows` rows. Called when no draft seems worth its time, because even considering drafts takes time."""
         self._rest = (min(REST, 3 * num_rows), num_rows)
 
     def rests(self, num_rows: int) -> bool:
-        """True if drafters that run a network must not draft in this round of `num_rows` rows (see `rest`). Counts the
-        round, so call it once per round."""
+        """True if drafters that run a network must not draft in this round of `num_rows` rows, because of `rest`. Each
+        call counts as one round."""
         left, resting_rows = self._rest
         self._rest = max(left - 1, 0), resting_rows
         return left > 0 and resting_rows == num_rows

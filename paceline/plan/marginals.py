@@ -44,7 +44,8 @@ earlier slot."""
 
 @dataclass(slots=True)
 class Tally:
-    """Counts, over many rounds, of the ranks of the target's tokens among the drafter's candidates."""
+    """Counts, over many rounds, how often the target's token was the drafter's candidate of each rank, for each slot
+    (draft position)."""
 
     tried: list[int] = field(default_factory=list)
     """For each slot: number of rounds in which the target's token there is known, and the top candidate was right at
@@ -70,8 +71,8 @@ class Tally:
 
     @classmethod
     def of(cls, counts: Any) -> Tally:
-        """Reads counts from a dict {"tried": [...], "stood": [[...], ...]} with one entry per slot (see the fields).
-        Raises ConfigError on invalid counts."""
+        """Reads the counts from a JSON object {"tried": [...], "stood": [[...], ...]} with the fields of this class,
+        one entry per slot. Raises ConfigError on invalid counts."""
         tried, stood = (counts.get("tried"), counts.get("stood")) if isinstance(counts, dict) else (None, None)
         if (
             not (isinstance(tried, list) and isinstance(stood, list) and tried and len(stood) == len(tried))
@@ -94,7 +95,8 @@ def _are_counts(values: Any) -> bool:
 
 
 class Expected(NamedTuple):
-    """Acceptance length and depth of draft trees of one size, averaged over many rounds."""
+    """Predicted acceptance length and depth of draft trees with one number of nodes, averaged over many simulated
+    rounds."""
 
     tokens: float
     """Acceptance length: tokens per round, including the bonus token."""
@@ -104,8 +106,8 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Marginals:
-    """Acceptance chances of a drafter's candidates, by slot (draft position) and rank. Raises ConfigError for invalid
-    chances."""
+    """Acceptance chances of a drafter's candidate tokens, by slot (draft position) and rank (0: most probable),
+    averaged over rounds. Raises ConfigError for invalid chances."""
 
     chances_KM: Chances
     num_rounds: int = 0
@@ -122,8 +124,8 @@ class Marginals:
 
     @classmethod
     def of(cls, tally: Tally) -> Marginals:
-        """Estimates the chances from counts. A slot that few rounds reached is smoothed towards the previous slot and
-        the average over ranks."""
+        """Estimates the chances from counts. For a slot with few counts, the estimate is drawn towards the chance of
+        the previous slot, and towards the average distribution over lower ranks."""
         left = sum(tally.tried) - sum(own[0] for own in tally.stood if own)
         sums = [sum(counts) for counts in itertools.zip_longest(*(own[1:] for own in tally.stood), fillvalue=0)]
         shares = [each / left if left else 0.0 for each in sums]
@@ -148,8 +150,8 @@ class Marginals:
         return tuple(itertools.accumulate(self.firsts, operator.mul))
 
     def with_firsts(self, firsts: Sequence[float]) -> Marginals:
-        """Returns marginals with the chances `firsts` of the top tokens, one per slot. Each other rank gets a fraction
-        of its slot's remaining chance: the same at every slot, averaged over these marginals."""
+        """Returns marginals in which the top token of each slot has the chance in `firsts`. The rest, 1 - first, is
+        divided among the lower ranks in the same way at every slot: as in these marginals on average."""
         left = sum(1 - first for first in self.firsts)
         ranks = itertools.zip_longest(*(own[1:] for own in self.chances_KM), fillvalue=0.0)
         shares = [sum(each) / left if left else 0.0 for each in ranks]
@@ -159,8 +161,9 @@ class Marginals:
         return Marginals(self.chances_KM[:count], self.num_rounds)
 
     def drawn(self, luck: random.Random) -> Weigh:
-        """Draws the acceptance chances of one simulated round around the averages, like a drafter whose confidence
-        varies. Returns a function (slot, log-probabilities of its candidates) -> their chances."""
+        """Draws random acceptance chances for one simulated round: they vary around these averages, because a real
+        drafter's confidence varies from round to round. Returns a function (slot, log-probabilities of its candidates)
+        -> acceptance chances of the candidates. `luck`: source of the random numbers."""
         return self._weigh([_confidence(luck, own[0]) for own in self.chances_KM])
 
     def _weigh(self, confidence_K: Sequence[float]) -> Weigh:
@@ -169,8 +172,8 @@ class Marginals:
         return lambda slot, logprobs: chances[slot][: len(logprobs)] if slot < len(chances) else [0.0]
 
     def expected(self, most: int, seed: int = 0) -> list[Expected]:
-        """Predicts acceptance length and depth of the best draft tree of n nodes, for n = 0 .. `most`: entry n is the
-        mean over 1000 simulated rounds (DRAWS)."""
+        """Predicts acceptance length and depth of draft trees with n nodes, for n = 0 .. `most`, by simulating 1000
+        rounds (DRAWS). Entry n of the result is for n nodes."""
         luck, sums, depths = random.Random(seed), [0.0] * (most + 1), [0] * (most + 1)
         confidence_KD = [_spread_evenly(luck, own[0]) for own in self.chances_KM]
         named = [list(range(len(own))) for own in self.chances_KM]
@@ -206,8 +209,8 @@ def _spread_evenly(luck: random.Random, chance: float) -> list[float]:
 
 @dataclass(slots=True)
 class MockedPlanner(FixedPlanner):
-    """Plans trees of `num_nodes` drafts for benchmarks in which acceptance is random, with given chances. The trees
-    follow these chances, not the drafter's probabilities."""
+    """Plans trees of `num_nodes` drafts for benchmarks in which a random number, and not the target, decides what is
+    accepted. Trees are built by the acceptance chances in `marginals`, not by the drafter's probabilities."""
 
     marginals: Marginals | None = None
     num_rounds: int = 0
@@ -217,18 +220,18 @@ class MockedPlanner(FixedPlanner):
         self.num_rounds += 1
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
-        """Draws random acceptance chances for this row and round, see `Marginals.drawn`. The seed consists of the row's
-        key and the number of rounds planned so far."""
+        """Returns a function that gives this row's candidates random acceptance chances in this round, as
+        `Marginals.drawn` does. The random seed consists of the row's key and the number of rounds planned so far."""
         assert self.marginals is not None
         return self.marginals.drawn(random.Random(f"{row.key} {self.num_rounds}"))
 
 
 def path_that_stands(parents: Sequence[int], gains: Sequence[float], lucks: Sequence[float]) -> list[int]:
-    """Draws the accepted path of a draft tree by random numbers; returns its nodes' indices, root to leaf. At most one
-    child of an accepted node is accepted, each with its own chance.
+    """Selects by random numbers which path of a draft tree is accepted; returns the indices of its nodes, root to leaf.
+    Each node is on the path with the probability `gains[node]`, so sum(gains) nodes are accepted on average.
 
-    `parents`: index of each node's parent, or -1; `gains`: chance that a node and all nodes above it are accepted;
-    `lucks`: a random number in [0, 1) for each slot (depth). The expected number of accepted nodes is sum(gains).
+    `parents`: index of each node's parent, or -1. `gains`: chance that a node and all nodes above it are accepted.
+    `lucks`: a random number in [0, 1) for each slot (depth).
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

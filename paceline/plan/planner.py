@@ -50,8 +50,8 @@ Confidences = Sequence[Sequence[float] | None]
 
 @dataclass(slots=True)
 class Plan:
-    """The plan of one engine step: prompt tokens to prefill (`chunk`), and the drafts that each row makes and
-    verifies."""
+    """The plan of one engine step: the number of prompt tokens to prefill (`chunk`), and the source and maximum number
+    of drafts of each row."""
 
     chunk: int
     rows: list[Row]
@@ -67,7 +67,8 @@ class Plan:
 
 
 class Planner(Protocol):
-    """Decides for every step of one engine how many tokens each row drafts and how large prompt chunks are."""
+    """Interface of planners, which decide before every engine step how many tokens each row drafts and how many prompt
+    tokens are prefilled."""
 
     reports_target_ranks: bool  # True if rounds report which candidates the target generated: for measurements
 
@@ -77,33 +78,36 @@ class Planner(Protocol):
         ...
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
-        """Returns expected acceptance chances and seconds of up to `most` drafts from `source` (a drafter's name) for a
-        row. `kind`: how the row samples. `is_stepwise`: each draft takes its own forward pass."""
+        """Estimates what up to `most` drafts from `source` (a drafter's name) bring and cost for one row: their
+        acceptance chances and their seconds. `kind`: sampling mode of the row. `is_stepwise`: True if each draft takes
+        a forward pass of its own."""
         ...
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
-        """Plans the next step: drafts per row, and the size of the prefill chunk. `rows`: the rows that decode.
-        `prompt_left`: prompt tokens that the request in prefill, which is not among them, still needs. If the chunk
-        computes the last of these, that request decodes in the same step, too."""
+        """Plans the next step: the drafts of each row, and how many prompt tokens are prefilled. `rows`: the rows that
+        decode. `prompt_left`: prompt tokens that are left of the request in prefill; 0 if there is no such request. It
+        is not in `rows`, but if the chunk completes its prompt, it decodes in the same step."""
         ...
 
     def join(self, plan: Plan, index: int, row: Row) -> None:
-        """Insert a row into the plan at `index`, because its prompt ended in the planned step."""
+        """Insert the row of the request in prefill into the plan at `index`, because its prompt was completed in the
+        planned step."""
 
     def narrow(
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
     ) -> list[int | Tree]:
-        """Returns each row's number of drafts, or tree, to verify. `confidence_B`: log-probability of the drafter's top
-        token at each slot. `candidates_B`: the drafter's top tokens at each slot, for rows that may verify a tree."""
+        """Decides after drafting what is verified: returns for each row a number of drafts, or a draft tree.
+        `confidence_B`: for each row the drafter's log-probability of its top token at each slot (draft position).
+        `candidates_B`: the drafter's most probable tokens at each slot, for rows that may verify a tree."""
         ...
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
-        """Update the estimates with a finished round and its plan."""
+        """Update the estimates of durations and acceptance with a finished round. `plan`: the plan that it followed."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Returns the duration of a round in which all rows draft like row `index`, divided by that of a round without
-        drafts; None if unknown. `num_checked`: verified drafts of the row. `num_alike`: rows, including this one, among
-        which the time of one drafting pass is divided."""
+        """Estimates the cost of a row's drafts: the duration of a round in which all rows draft like row `index`, in
+        units of a round without drafts. None if unknown. `num_checked`: verified drafts of this row. `num_alike`:
+        number of rows that share one drafting pass, this one included."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Update the estimates with a prefill chunk of `num_tokens` tokens that took `seconds`."""
@@ -114,8 +118,9 @@ class Planner(Protocol):
 
 @dataclass(slots=True)
 class FixedPlanner(Planner):
-    """Plans the same number of drafts for a row in every round, from the first source that has drafts: the request's
-    prediction, its drafter, prompt lookup. Prefill chunks have one size. Ignores all timings."""
+    """Plans the same number of drafts for a row in every round, and prefill chunks of one size; ignores all timings.
+    The drafts come from the first of these sources that has any: the request's prediction, its drafter, prompt
+    lookup."""
 
     num_drafted: int | None = None
     """Drafts per row; None: all that are offered."""
@@ -170,8 +175,8 @@ class FixedPlanner(Planner):
 
 
 class AdaptivePlanner:
-    """Plans the drafts that give the most tokens per second, by measured durations and acceptance. Drafts that seem
-    slower than plain decoding are verified only in short trials."""
+    """Plans the drafts that give the most tokens per second, by measured durations and acceptance. Drafts that seem to
+    cost more time than they save are made only in rare trials, which keep the estimates up to date."""
 
     def __init__(
         self, passes: PassCosts, *, most_chunk: int = 256, adapts_chunks: bool = True, grows_trees: bool = False

@@ -64,7 +64,8 @@ round's time for this row, in units of a round without drafts; None if unknown."
 
 @dataclass(slots=True)
 class Arm:
-    """Statistics of one drafter (an arm of a multi-armed bandit) in one cluster (group of similar requests)."""
+    """Statistics of one drafter in one cluster (group of similar requests). The name is that of an option in a
+    multi-armed bandit."""
 
     reward: Ratio = field(default_factory=Ratio)
     """Generated tokens over the time of their rounds, in units of rounds without drafts."""
@@ -84,12 +85,12 @@ class Arm:
 
     @property
     def most(self) -> float:
-        """Upper confidence bound of the gain: one standard deviation above."""
+        """Upper confidence bound of the gain: the estimate plus one standard deviation."""
         return self.gain * (1.0 + self._doubt(self.weight + self.num_running))
 
     @property
     def least(self) -> float:
-        """Lower confidence bound of the gain: two standard deviations below."""
+        """Lower confidence bound of the gain: the estimate minus two standard deviations."""
         return self.gain * max(1.0 - 2.0 * self._doubt(self.weight), 0.0)
 
     def _doubt(self, weight: float) -> float:
@@ -97,8 +98,9 @@ class Arm:
         return math.sqrt(self.squares.near(SPREAD**2, SPREAD_WEIGHT) / max(weight, 1e-3))
 
     def add(self, num_tokens: int, price: float, num_own: int = 0, num_rounds: int = 0) -> None:
-        """Add a finished request. `price`: time of its rounds, in units of a round without drafts. `num_own`: accepted
-        drafts that this drafter made, without copied ones. `num_rounds`: verify passes."""
+        """Add a finished request with `num_tokens` generated tokens. `price`: estimated time of its rounds, in units of
+        a round without drafts. `num_own`: accepted drafts that this drafter made; those copied from a text by prompt
+        lookup or a prediction do not count. `num_rounds`: number of its rounds."""
         self.own.add(num_own, num_rounds, 1.0)
         weight = min(num_tokens / WHOLE, 1.0)
         self.weight += weight
@@ -130,11 +132,12 @@ class Cluster:
         that applies decides:
 
         - The pinned drafter, unless it is clearly slower than plain decoding.
-        - A drafter that has had fewer than `first(name)` requests of this cluster, as a trial; at most 2 (FIRST).
+        - A drafter that is new to this cluster: it gets `first(name)` requests as trials, at most 2 (FIRST).
         - The drafter with the best estimates, or sometimes another one that may be faster. The latter costs 1.0 of the
           exploration credit, to which every request adds a little.
 
-        Returns (drafter, credit that was spent: 1.0 or 0.0).
+        `first`: function (drafter's name) -> number of trial requests in a new cluster. Returns (drafter, credit that
+        was spent: 1.0 or 0.0).
         """
         for name in drafters:
             if name != NONE and name not in self.arms:
@@ -199,7 +202,8 @@ class Router:
         self._sessions: dict[int, _Session] = {}
 
     def begin(self) -> None:
-        """Forget running requests, because a new engine was started. Statistics of finished ones remain."""
+        """Drop the records of running requests, because a new engine was started. Statistics of finished requests
+        remain."""
         self._sessions.clear()
         for cluster in self.clusters.values():
             for arm in cluster.arms.values():
@@ -207,8 +211,8 @@ class Router:
 
     def choose(self, key: int, clusters: Sequence[str], drafters: list[str]) -> tuple[str, str]:
         """Returns (drafter, cluster) for a new request. `key`: its request id. `clusters`: its classes, from
-        `clusters_of`. `drafters`: names to choose from, the default first. If the default is the only one apart from
-        "none", it is chosen, unless the cluster is pinned."""
+        `clusters_of`. `drafters`: names to choose from, the default first. If there is nothing to choose, only the
+        default and "none", the default is returned unless the cluster is pinned."""
         name = self._classes.of(clusters)
         if self._classes.evicted:
             self.clusters.pop(self._classes.evicted, None)
@@ -223,8 +227,9 @@ class Router:
         return drafter, name
 
     def pin(self, cluster: str, drafter: str | None) -> None:
-        """Give all new requests of a cluster this drafter, unless it is clearly slower than plain decoding; None: let
-        the router choose again. `cluster`: its name or label. Raises ConfigError for an unknown cluster."""
+        """Reserve a drafter for a cluster: all its new requests get this drafter, unless it is clearly slower than
+        plain decoding. None: let the router choose again. `cluster`: the cluster's name, or its label in metrics.
+        Raises ConfigError for an unknown cluster."""
         match = next((each for name, each in self.clusters.items() if cluster in (name, label(name))), None)
         if match is None:
             known = ", ".join(map(label, self.clusters)) or "none"
@@ -238,8 +243,12 @@ class Router:
         return FIRST if is_proven or sum(arm.num_given for arm in arms) < UNPROVEN else 1
 
     def learn(self, sequences: Sequence[Request], stats: RoundStats, price: Price) -> None:
-        """Add a finished round to the totals of the running requests `sequences`, except those with a lossy rule. The
-        totals enter the statistics when a request ends."""
+        """Add a finished round to the totals of the requests that ran in it. Requests with a lossy rule are left out. A
+        request's totals enter the statistics of its cluster when it ends.
+
+        `sequences`: the requests, in the order of the batch. `stats`: results of the round. `price`: function that
+        gives the cost of a request's drafts in this round (`Planner.price`).
+        """
         # Rows of a cluster would draft together if the drafter were the cluster's best.
         alike = Counter(seq.cluster for seq in sequences)
         for index, seq in enumerate(sequences):
@@ -253,8 +262,8 @@ class Router:
                     session.num_own += stats.num_accepted_B[index]
 
     def cancel(self, key: int) -> None:
-        """Undo `choose` for a request (`key`: its id) that another drafter serves instead. Spent exploration credit is
-        returned."""
+        """Undo `choose` for the request with the id `key`, because another drafter serves it instead. Exploration
+        credit that it had spent is returned."""
         if session := self._sessions.pop(key, None):
             cluster = self.clusters.get(session.cluster)
             if cluster and (arm := cluster.arms.get(session.drafter)):
@@ -262,8 +271,8 @@ class Router:
                 cluster.credit += session.credit
 
     def ended(self, key: int) -> None:
-        """Add an ended request's totals to the statistics of its cluster. Call it when a request ends, for any
-        reason."""
+        """Add a finished request's totals to the statistics of its cluster. Call it for every request that ends, for
+        any reason. `key`: its request id."""
         session = self._sessions.pop(key, None)
         cluster = self.clusters.get(session.cluster) if session else None
         if session and cluster:

@@ -20,8 +20,8 @@ LEAST_GAIN = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Drafts of one row from one source, a drafter or prompt lookup, of which `share_out` decides how many are
-    verified."""
+    """Drafts that one row could verify, all from one source (a drafter or prompt lookup). `share_out` decides how many
+    of them are verified."""
 
     index: int
     """Index of the row in the plan."""
@@ -35,13 +35,15 @@ class Want:
 
     @property
     def gains(self) -> list[float]:
-        """Expected tokens that each draft or tree node adds. Non-increasing; empty for a tree without nodes yet."""
+        """Expected tokens that each draft or tree node adds, non-increasing. Empty for a tree that has not grown any
+        nodes yet."""
         return self.growing.tree.gains if self.growing else gains_of(self.offer.chances)
 
 
 def gains_of(chances: Sequence[float]) -> list[float]:
-    """Returns each draft's gain in expected tokens: the chance that it and all earlier drafts are accepted. Ends before
-    the first gain below 0.01 (LEAST_GAIN). `chances`: acceptance chance of each draft if all earlier ones are."""
+    """Returns for each draft the tokens that it is expected to add: the chance that it and all earlier drafts are
+    accepted. The list ends before the first value below 0.01 (LEAST_GAIN). `chances`: acceptance chance of each draft
+    given that all earlier ones are accepted."""
     gain, gains = 1.0, []
     for chance in chances:
         gain *= chance
@@ -52,8 +54,9 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
-    """Returns the largest surplus, in tokens, that drafts of one row can have; at least 0. The surplus of its first n
-    drafts is their expected tokens minus the tokens that the longer round costs: its additional seconds times `rate`.
+    """Returns the largest surplus, in tokens, that verifying the first n drafts of one row can bring, for any n; at
+    least 0. A surplus is the tokens that these drafts add, minus the tokens that could be generated in the additional
+    time.
 
     `rate`: present speed in tokens per second of all rows (see `RoundHistory.rate`). `num_rows`: rows in the round, of
     which only this one drafts. `gains`: expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one
@@ -67,9 +70,12 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
 
 
 def grown(drafted: list[Want], share: Callable[[list[Want]], list[int]]) -> list[int]:
-    """Grows the rows' draft trees, and returns the number of drafts that each row verifies, which `share` decides.
-    Trees have at most 24 nodes (FIRST_NODES) at first. As long as more than half of the nodes of any tree would be
-    verified, this limit is doubled, and `share` decides again."""
+    """Grows the draft trees of all rows as far as it seems worthwhile; returns the number of drafts that each row
+    verifies. `share`: function (`drafted`) -> these numbers, for the present trees.
+
+    Trees first get at most 24 nodes (FIRST_NODES). As long as more than half of the nodes of any tree would be
+    verified, this limit is doubled and `share` called again.
+    """
     limit = FIRST_NODES
     while True:
         for each in drafted:
@@ -86,9 +92,8 @@ def grown(drafted: list[Want], share: Callable[[list[Want]], list[int]]) -> list
 
 
 class TreeWorth:
-    """Decides whether the next round uses draft trees, which take time on the CPU even if a chain is verified in the
-    end. If the trees so far gained less than this time is worth, they are tried only once after every 16 rounds
-    (TREE_EVERY)."""
+    """Decides whether the next round uses draft trees, by comparing what they gained so far with the CPU time for
+    building them. If that was not worth it, trees are tried only once after every 16 rounds (TREE_EVERY)."""
 
     def __init__(self) -> None:
         self._worth = 0.0
@@ -101,9 +106,9 @@ class TreeWorth:
         return self._worth >= 0.0 or self._num_without >= TREE_EVERY
 
     def record(self, gains: Sequence[float], rate: float) -> None:
-        """Update the average gain of a tree after a round was planned. `gains`: for each tree of the round, its surplus
-        minus that of the best chain (see `surplus_of`). `rate`: present speed in tokens per second, which converts the
-        time for building a tree to tokens."""
+        """Update the average gain of a tree after a round was planned. `gains`: for each tree of the round, how many
+        more tokens of surplus it has than the best chain (see `surplus_of`); empty for a round without trees. `rate`:
+        present speed in tokens per second, which converts the time for building a tree to tokens."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)
@@ -152,14 +157,16 @@ def share_out(
     num_fixed: int = 0,
     margin: float = 0.0,
 ) -> list[int]:
-    """Decides how many drafts a round verifies; returns the number for each of `wants` (a row with its drafts).
+    """Decides how many drafts a round verifies, so that it gives the most tokens for its time. Returns the number for
+    each of `wants` (a row with its drafts).
 
     The drafts of all rows are sorted by their expected tokens, the largest first, and the first n are verified. n is
-    chosen for the largest surplus: the expected tokens of these drafts minus `rate` * the round's extra seconds. The
-    round takes at most `most_s` seconds. If no surplus exceeds `margin` * `num_rows` tokens, no drafts are verified.
+    chosen for the largest surplus: the expected tokens of these drafts minus `rate` * the round's additional seconds.
+    If no surplus exceeds `margin` * `num_rows` tokens, no drafts are verified.
 
     `rate`: present speed in tokens per second of all rows (see `RoundHistory.rate`). `num_rows`: all rows that decode.
-    `num_fixed`: drafts of rows outside `wants`, which are verified in any case.
+    `most_s`: time limit of the round in seconds. `num_fixed`: drafts of rows outside `wants`, which are verified in any
+    case.
     """
     steps, drafting, base = _steps(wants), _Drafting(costs, wants), num_rows + num_fixed
     base_s, total = costs.pass_s(base), 0.0

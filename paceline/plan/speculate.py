@@ -21,7 +21,7 @@ KNOWN = f"auto, full, off, N (drafts in every round) or tree:N (a tree of N draf
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Parsed value of the setting `speculate`."""
+    """Parsed value of the setting `speculate`: which drafts each round verifies."""
 
     is_auto: bool = False
     num_drafted: int | None = None
@@ -31,8 +31,8 @@ class Speculation:
 
     @classmethod
     def of(cls, text: str) -> Speculation:
-        """Parses "auto", "full", "off", "N" or "tree:N", with N from 1 to 128 (MOST_NODES) for a tree. Raises
-        ConfigError for another text."""
+        """Parses a value of the setting: "auto", "full", "off", "N" or "tree:N". N is a number of drafts, for a tree
+        from 1 to 128 (MOST_NODES). Raises ConfigError for any other text."""
         if text in ("auto", "full", "off"):
             return cls(is_auto=text == "auto", num_drafted=0 if text == "off" else None)
         digits = text.removeprefix("tree:")
@@ -50,11 +50,11 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """True for "auto" and "off": measured times and acceptance decide the number of drafts. With "off" this
-        concerns a drafter that is added later."""
+        """True if measured times and acceptance decide the number of drafts: for "auto", and also for "off", where a
+        drafter may be added later."""
         return self.is_auto or self.is_off
 
     def planner(self, most_chunk: int = 256) -> FixedPlanner:
-        """Returns a planner that ignores measured times, with prefill chunks of `most_chunk` tokens. It treats "auto"
-        as "full"."""
+        """Returns a planner that ignores measured times, with prefill chunks of `most_chunk` tokens. Like "full", the
+        value "auto" makes it verify all drafts."""
         return FixedPlanner(self.num_drafted, most_chunk, num_nodes=self.num_nodes)

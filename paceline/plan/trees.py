@@ -28,7 +28,8 @@ Likely = tuple[list[int], list[float]]
 
 @dataclass(slots=True)
 class Candidates:
-    """A drafter's top M tokens at each of K slots (draft positions), most probable first."""
+    """Most probable tokens of a drafter at each of K slots (draft positions), M per slot, from which a draft tree is
+    built."""
 
     tokens_KM: list[list[int]]
     """Token ids. If candidates depend on earlier drafts: those after the top tokens of all earlier slots."""
@@ -42,7 +43,8 @@ class Candidates:
     candidates."""
 
     def at(self, path: Sequence[int]) -> Likely:
-        """Returns (token ids, log-probabilities) of the candidates after the drafted tokens `path`."""
+        """Returns (token ids, log-probabilities) of the candidates at the slot that follows the drafted tokens
+        `path`."""
         if self.branches is not None:
             return self.branches.get(tuple(path), ([], []))
         slot = len(path)
@@ -66,7 +68,7 @@ class Tree:
     """Log-probability of each node in the drafter, given its parent."""
 
     def first(self, count: int) -> Tree:
-        """Returns the tree of the first `count` nodes, as a copy."""
+        """Returns the tree that consists of the first `count` nodes, as a copy."""
         tokens, parents, ranks = self.tokens[:count], self.parents[:count], self.ranks[:count]
         return Tree(tokens, parents, ranks, self.gains[:count], self.logprobs[:count])
 
@@ -94,7 +96,8 @@ class Tree:
 
     @property
     def spine(self) -> list[int]:
-        """Indices of the nodes on the path of top tokens, from the first slot on, as far as it is in the tree."""
+        """Indices of the nodes on the path of top tokens: the most probable token of the first slot, then the most
+        probable one after it, and so on until the tree ends."""
         spine = [-1]
         for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
             if rank == 0 and parent == spine[-1]:
@@ -102,7 +105,7 @@ class Tree:
         return spine[1:]
 
     def children(self) -> dict[tuple[int, int], int]:
-        """Maps (index of the parent or -1, as in `parents`; token id) to the index of the node."""
+        """Returns a lookup table of the nodes: (index of the parent or -1, token id) -> index of the node."""
         return {
             (parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))
         }
@@ -114,8 +117,8 @@ non-increasing."""
 
 
 def drafter_probs(slot: int, logprobs: list[float]) -> list[float]:
-    """Returns exp(logprobs): the drafter's own probabilities as acceptance chances, for `grow`. `slot` has no
-    effect."""
+    """Estimates acceptance chances by the drafter's own probabilities, exp(logprobs). It is a possible function `weigh`
+    of `grow`, and so has the parameter `slot`, which it ignores."""
     return [math.exp(logprob) for logprob in logprobs]
 
 
@@ -139,7 +142,8 @@ class Growing:
         )
 
     def to(self, most: int) -> Tree:
-        """Grows the tree until it has `most` nodes or cannot grow further; returns `self.tree`, not a copy."""
+        """Grows the tree until it has `most` nodes or cannot grow further. Returns the object `self.tree`, which later
+        calls extend."""
         tree = self.tree
         while len(tree.tokens) < most and not self.is_whole:
             negative, parent, slot, rank, parent_gain = heapq.heappop(self._frontier)
@@ -172,15 +176,19 @@ class Growing:
 
 
 def grow(candidates: Candidates, weigh: Weigh, most: int) -> Tree:
-    """Returns the tree of the nodes, at most `most`, that are most likely to be accepted; leaves out nodes with a
-    chance below 0.005 (LEAST_GAIN). `weigh`: such as `drafter_probs`."""
+    """Builds the draft tree of the nodes that are most likely to be accepted, at most `most`. Nodes with a chance below
+    0.005 (LEAST_GAIN) are left out.
+
+    `weigh`: function (slot, log-probabilities of the candidates) -> acceptance chance of each candidate if all earlier
+    drafts are accepted, such as `drafter_probs`.
+    """
     return Growing(candidates, weigh).to(most)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A draft tree after verification, and the indices of its accepted nodes: a path from the first draft position on,
-    which may be empty."""
+    """A verified draft tree, and the indices of its accepted nodes. These form a path from the root on; it may be
+    empty."""
 
     tree: Tree
     accepted: list[int]
@@ -196,8 +204,8 @@ class Outcome:
         return count
 
     def siblings(self) -> list[tuple[float, bool]]:
-        """Returns (log-probability in the drafter, True if accepted) of each node that is not its slot's top token, and
-        whose parent was accepted or is the last committed token."""
+        """Returns (log-probability in the drafter, True if accepted) of each tested node that is not its slot's top
+        token. A node was tested if its parent was accepted, or if it follows the last committed token."""
         accepted, tree = {-1, *self.accepted}, self.tree
         return [
             (tree.logprobs[node], node in accepted)
@@ -207,7 +215,8 @@ class Outcome:
 
 
 class Said(NamedTuple):
-    """Agreement of the target's tokens in one round with a drafter's candidates."""
+    """Result of comparing the tokens that the target generated in one round with a drafter's candidates, of which rank
+    0 is the most probable one of its slot."""
 
     num_first: int
     """Number of leading slots at which the target's token was the top candidate."""
@@ -217,8 +226,8 @@ class Said(NamedTuple):
 
 
 def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> Said:
-    """Compares `tokens`, which the target generated after the last committed token, with the candidates (see
-    `Said`)."""
+    """Compares the tokens that the target generated in one round with the drafter's candidates: counts the leading
+    slots at which the top candidate was right, and finds the rank of the target's token at the slot after them."""
     for slot, token in enumerate(tokens[: len(candidates.tokens_KM)]):
         likely = candidates.at(tokens[:slot])[0]
         if likely[0] != token:

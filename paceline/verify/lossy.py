@@ -62,9 +62,9 @@ from paceline.verify.rules import CheckedRow, RowVerdict
 
 
 def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
-    """Returns bool [V]: True for each token that the lossy rule always accepts as a draft. None for lenience and
-    mixture, which accept every token with some probability instead. `target_V`: the target's distribution at the
-    draft's position (at temperature 1 for a greedy request)."""
+    """Returns bool [V]: True for each token that the lossy rule always accepts as a draft. `target_V`: the target's
+    distribution at the draft's position (at temperature 1 for a greedy request). None for lenience and mixture, which
+    have no such set of tokens."""
     if isinstance(rule, Typical):
         entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
         return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
