@@ -43,7 +43,8 @@ class Level:
 
     @property
     def positions(self) -> list[int]:
-        """Position in the text of each new entry: verified entries of its row plus its ancestors in the draft tree."""
+        """Position in the text of each new entry, as a list over all rows: the number of verified entries of its row
+        plus the number of its ancestors in the draft tree."""
         return [base + len(own) - 1 for base, seen in zip(self.bases, self.seen, strict=True) for own in seen]
 
     def writer(self, device: torch.device) -> CacheWriter:

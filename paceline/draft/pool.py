@@ -27,7 +27,8 @@ from paceline.types import LOOKUP, NONE, PREDICTION, Batch, DraftBlock, Sequence
 
 
 class Memory(NamedTuple):
-    """Bytes of memory that drafters hold: weights and KV caches. What several drafters share is counted once."""
+    """Bytes of memory that drafters occupy: weights and KV caches. Memory that several drafters share is counted
+    once."""
 
     weight_bytes: int
     cache_bytes: int
@@ -39,7 +40,7 @@ def memory_alone(drafter: Drafter, target: Target) -> Memory:
 
 
 def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
-    """Returns the bytes that these drafters hold together."""
+    """Returns the bytes that these drafters occupy together, with shared memory counted once."""
     each = list(drafters)
     used = sum(size * times for drafter in each for size, times in drafter.held.values())
     held = {key: size for drafter in each for key, (size, _) in drafter.held.items()}
@@ -48,8 +49,8 @@ def memory_of(drafters: Iterable[Drafter], target: Target) -> Memory:
 
 
 def bind(drafter: Drafter, target: Target, *, keeps: bool = False, is_alone: bool = False) -> None:
-    """Bind a drafter of a pool to the target. It shares equal weights, and a KV cache of equal shape, with drafters
-    that were bound to this target before.
+    """Bind a drafter of a pool to the target. Drafters bound to the same target share weights with equal values, and KV
+    caches of equal shape, to save memory.
 
     `keeps`: load memory-mapped weights into memory first. `is_alone`: True if it is the pool's only drafter; the search
     for equal weights is then skipped. Raises DrafterMismatchError if the drafter does not fit the target,

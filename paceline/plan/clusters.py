@@ -43,10 +43,10 @@ def clusters_of(
     texts: Sequence[tuple[str, str]], *, tag: str | None = None, schema: str = "", tools: str = ""
 ) -> tuple[str, ...]:
     """Returns a request's classes: strings that describe its language, template, tools and answer schema, the most
-    specific first. They reveal none of its text. A client's `tag` replaces them all.
+    specific first. They reveal nothing of its text. A client's `tag` replaces them all.
 
     `texts`: the request's messages as (role, text), or one raw text with the role RAW. `schema`, `tools`: answer schema
-    and tools as text, "" if there are none; similar requests must have the same text.
+    and tools of the request as text, "" for a request without them; similar requests must have the same text.
     """
     if tag:
         return (f"tag:{tag}",)
@@ -91,9 +91,9 @@ def language(text: str) -> str:
 class Clusters:
     """Assigns requests to at most 32 clusters (MOST_CLUSTERS) of similar requests, by their classes (`clusters_of`).
 
-    A class becomes a cluster at its third request (SEEN). If there are 32 already, it replaces the longest unused one,
-    provided that none of the latest 4096 requests (IDLE) belonged to that. Until then its requests belong to a less
-    specific cluster, or to "other".
+    A class becomes a cluster at its third request (SEEN). Earlier requests belong to a less specific cluster, or to
+    "other". If there are 32 clusters already, the new one replaces the longest unused one, but only if none of the
+    latest 4096 requests (IDLE) belonged to that.
     """
 
     def __init__(self) -> None:

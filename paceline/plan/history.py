@@ -43,7 +43,8 @@ RECENT = 0.97
 
 class Trials:
     """Time budget for trials: rounds that draft although the drafts are expected to cost more time than they save, in
-    order to update the estimates. The budget grows by a small share of the time of all rounds."""
+    order to update the estimates. While the budget is too small for the next trial, it grows by a small share of each
+    round's time."""
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s

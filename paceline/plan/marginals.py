@@ -172,8 +172,8 @@ class Marginals:
         return lambda slot, logprobs: chances[slot][: len(logprobs)] if slot < len(chances) else [0.0]
 
     def expected(self, most: int, seed: int = 0) -> list[Expected]:
-        """Predicts acceptance length and depth of draft trees with n nodes, for n = 0 .. `most`, by simulating 1000
-        rounds (DRAWS). Entry n of the result is for n nodes."""
+        """Predicts acceptance length and depth of the best draft trees with n nodes, for n = 0 .. `most`, by simulating
+        1000 rounds (DRAWS). Entry n of the result is for n nodes."""
         luck, sums, depths = random.Random(seed), [0.0] * (most + 1), [0] * (most + 1)
         confidence_KD = [_spread_evenly(luck, own[0]) for own in self.chances_KM]
         named = [list(range(len(own))) for own in self.chances_KM]

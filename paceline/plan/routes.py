@@ -211,8 +211,8 @@ class Router:
 
     def choose(self, key: int, clusters: Sequence[str], drafters: list[str]) -> tuple[str, str]:
         """Returns (drafter, cluster) for a new request. `key`: its request id. `clusters`: its classes, from
-        `clusters_of`. `drafters`: names to choose from, the default first. If there is nothing to choose, only the
-        default and "none", the default is returned unless the cluster is pinned."""
+        `clusters_of`. `drafters`: names to choose from, the default first. If these are only the default and "none",
+        the default is returned, unless the cluster is pinned."""
         name = self._classes.of(clusters)
         if self._classes.evicted:
             self.clusters.pop(self._classes.evicted, None)
@@ -227,9 +227,9 @@ class Router:
         return drafter, name
 
     def pin(self, cluster: str, drafter: str | None) -> None:
-        """Reserve a drafter for a cluster: all its new requests get this drafter, unless it is clearly slower than
-        plain decoding. None: let the router choose again. `cluster`: the cluster's name, or its label in metrics.
-        Raises ConfigError for an unknown cluster."""
+        """Pin a cluster to a drafter: all its new requests get this drafter, unless it is clearly slower than plain
+        decoding. None: let the router choose again. `cluster`: the cluster's name, or its label in metrics. Raises
+        ConfigError for an unknown cluster."""
         match = next((each for name, each in self.clusters.items() if cluster in (name, label(name))), None)
         if match is None:
             known = ", ".join(map(label, self.clusters)) or "none"

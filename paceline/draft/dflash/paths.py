@@ -105,7 +105,7 @@ class TorchPath:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture the passes for drafting and for `inject` as CUDA graphs, if the device uses them."""
+        """Capture the drafting and injecting passes as CUDA graphs, if the device uses them."""
         if forms := self._forms():
             forms.record()
 
@@ -159,8 +159,9 @@ class TorchPath:
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
 
     def slots(self, rows: list[int], anchors: list[int], width: int, size: int) -> Tensor:
-        """Runs a block of `size` positions for each row, beginning with its last committed token (`anchors`). Returns
-        the final normed hidden states [B * width, D] of the first `width` draft positions of each block."""
+        """Runs the draft layers on a block of `size` positions for each row. Returns the final normed hidden states [B
+        * width, D] of the first `width` draft positions of each block. `anchors`: last committed token of each row,
+        with which its block begins."""
         masks = [self.config.mask_token_id] * (size - 1)
         tokens = [token for anchor in anchors for token in (anchor, *masks)]
         embedded_TD = self.embed_block(torch.tensor(tokens, device=self.device))
@@ -173,9 +174,9 @@ class TorchPath:
 
     @torch.inference_mode()
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """Runs a block of `size` positions for each row, beginning with its last committed token (`anchors`). Returns
-        final normed hidden states [B, width, D] and scaled logits [B, width, V] of each block's first `width` draft
-        positions."""
+        """Runs the network on a block of `size` positions for each row. Returns (final normed hidden states [B, width,
+        D], scaled logits [B, width, V]) of each block's first `width` draft positions. `anchors`: last committed token
+        of each row, with which its block begins."""
         return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
 
     def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -231,8 +232,8 @@ def _best(logits_BKV: Tensor) -> Tensor:
 
 
 def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
-    """Returns the rows `draft_ids` of the target's LM head as one matrix, which drafters with the same draft vocabulary
-    share. It is made anew when the target has a new cache, because the target's weights may have changed."""
+    """Returns the rows `draft_ids` of the target's LM head as one matrix. Drafters with the same draft vocabulary share
+    it. After the target got a new cache, a new matrix is made, because the target's weights may have changed."""
     ids, form = draft_ids.tolist(), ("head", id(target.cache))
     return sharing.matrix(
         lambda: target.head_matrix.select(ids), [draft_ids], *form, num_bytes=lambda head: head.num_bytes
@@ -240,11 +241,11 @@ def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
 
 
 class NativePath:
-    """DFlash in native (C++) calls for a native target: one computes keys and values of the context in all layers,
-    another runs the block. Logits are float32.
+    """DFlash in native (C++) calls, for a target that runs in native calls. One call computes keys and values of the
+    context in all layers, another runs the block. Logits are float32.
 
     With a target in block-quantised format, the drafter's matrices are rounded to Q8_0, which halves their bytes.
-    Rounding can make drafts worse, but not the output.
+    Rounding may lower the acceptance of drafts, but does not change the output.
     """
 
     def __init__(

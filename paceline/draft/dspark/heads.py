@@ -43,8 +43,8 @@ class MarkovHead(Codebooks):
         return F.linear(wide.to(embedding_VD.dtype), embedding_VD if ids is None else embedding_VD[ids])
 
     def columns(self, ids: Tensor | None) -> Tensor:
-        """Returns the row of codebook W2 for each column of the logits, [V, rank]. `ids`: token ids of the columns;
-        None: all tokens."""
+        """Returns the rows of `successor_codebook` that belong to the columns of the logits, [V, rank]. `ids`: token
+        ids of the columns; None: all tokens."""
         book_VR = self.get_parameter(BOOKS[1])
         return book_VR if ids is None else book_VR[ids]
 
@@ -59,9 +59,9 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.shape.hidden_size + self.sees_token * config.markov.rank, 1)
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns logits [...], whose sigmoid is the chance that a draft is accepted if all drafts before it are.
-        `hidden` [..., D]: hidden states of the drafts' positions. `rows` [..., rank]: the previous tokens' rows in the
-        Markov head's first codebook."""
+        """Returns one logit per draft, [...]; its sigmoid is the chance that the draft is accepted if all drafts before
+        it are. `hidden` [..., D]: hidden states of the drafts' positions. `rows` [..., rank]: codebook rows of the
+        tokens before the drafts, from the Markov head's `predecessor_codebook`."""
         features = torch.cat([hidden, rows.to(hidden)], dim=-1) if self.sees_token else hidden
         return self.proj(features.to(self.proj.weight.dtype))[..., 0]
 

@@ -158,9 +158,9 @@ def from_z_lab(
 
 
 def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size: int | None) -> dict[str, Tensor]:
-    """Returns a DSpark drafter's tensors with the codebooks under paceline's names instead of those of `speculators`.
-    If the second codebook has rows only for the draft vocabulary `ids`, it is expanded to `vocab_size` rows, with zeros
-    for all other tokens."""
+    """Returns a DSpark drafter's tensors with the two codebooks renamed from the format of `speculators` to paceline's
+    names. If the second one has rows only for the draft vocabulary `ids`, it is expanded to `vocab_size` rows, with
+    zeros for all other tokens."""
     ours = {name: own for own, name in MARKOV_NAMES.items()}
     renamed, second = {ours.get(name, name): tensor for name, tensor in tensors.items()}, f"markov_head.{BOOKS[1]}"
     if second in renamed and ids is not None and vocab_size and len(renamed[second]) == len(ids):
@@ -170,8 +170,8 @@ def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size
 
 
 def with_their_names(tensors: Mapping[str, Tensor], ids: Tensor | None) -> dict[str, Tensor]:
-    """Returns a DSpark drafter's tensors with the codebooks under the names of `speculators`. The second codebook keeps
-    only the rows for the draft vocabulary `ids`; None: all rows."""
+    """Returns a DSpark drafter's tensors with the two codebooks renamed from paceline's names to those of
+    `speculators`. The second one keeps only the rows for the draft vocabulary `ids`; None: all rows."""
     second = f"markov_head.{BOOKS[1]}"
     narrowed = {second: tensors[second][ids]} if second in tensors and ids is not None else {}
     return {MARKOV_NAMES.get(name, name): tensor for name, tensor in {**tensors, **narrowed}.items()}
