@@ -51,7 +51,8 @@ class RowVerdict(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Uniforms:
     """Random numbers that decide the verification of one row in one round. They depend only on the seed, the positions
-    of token and draft, and the type of decision (see `paceline.rng`), so a repeated request gets the same ones."""
+    of token and draft, and the type of decision (see `paceline.rng`). A request repeated with its seed gets the same
+    ones."""
 
     seed: int
     anchor_position: int
@@ -222,8 +223,8 @@ def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, 
 
 
 def draw_residual(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor) -> int:
-    """Samples the token that replaces the first rejected draft in rejection sampling, from the weights max(target -
-    draft, 0). `num_accepted`: number of drafts before it."""
+    """Samples the token that replaces the first rejected draft, from the weights max(target - draft, 0) after the
+    `num_accepted` drafts before it."""
     return _draw_residual(row, num_accepted, residual_after(row, num_accepted, target_probs_JV), target_probs_JV)
 
 
