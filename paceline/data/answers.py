@@ -45,7 +45,8 @@ and their log-probabilities in nats (temperature 1, before penalties and grammar
 
 
 class Kept(Protocol):
-    """Interface of a storage for answers, to which `Regenerator` writes, and from which it continues after a crash."""
+    """Interface of a storage for generated answers. `Regenerator` writes its answers there; after a crash, it reads
+    there where to continue."""
 
     folder: Path
 
@@ -56,8 +57,9 @@ class Kept(Protocol):
 
 
 class AnswerShards:
-    """A folder of answer shards. An object reads the shards of all processes, and writes those of the process
-    `rank`."""
+    """A folder of generated answers in shards: Parquet files of many answers each. Answers that are not yet in a shard
+    are in a journal, so that a crash does not lose them. Several processes can write to the folder. An object reads the
+    files of all processes, and writes those of the process `rank`."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder = folder
@@ -83,14 +85,14 @@ class AnswerShards:
         return path
 
     def note(self, answer: Answer, is_over: bool) -> None:
-        """Append an answer to this process's journal, until it is written to a shard. `is_over`: it is the last of its
-        conversation; the caller then passes all the conversation's answers to `write`. Raises CacheError if the disk
-        cannot be written to."""
+        """Append an answer to this process's journal, which keeps it safe until it is in a shard. `is_over`: True for
+        the last answer of its conversation; the caller then passes all the conversation's answers to `write`. Raises
+        CacheError if the disk cannot be written to."""
         self._journal.note(self._journal_path(self._next), answer, is_over)
 
     def recover(self) -> dict[str, list[Answer]]:
         """Return the answers of unfinished conversations that a killed run left in this process's journals, by
-        conversation key. The first call also writes the finished ones as a shard."""
+        conversation key. The first call also moves finished conversations from the journals to a shard."""
         if not self._is_recovered:
             self._is_recovered = True
             old = self._journals(f"r{self._rank}-")
@@ -164,8 +166,8 @@ def _are_ids(ids: list[int | None] | None) -> bool:
 
 
 def has_answers(path: Path) -> bool:
-    """Return True for a Parquet file with all columns of answers, and for a folder with files answers-*.parquet or
-    traces-*.parquet, which are not opened."""
+    """Return True for a Parquet file with all columns of answers. Also returns True for a folder with files named
+    answers-*.parquet or traces-*.parquet, whose columns are not checked."""
     if path.is_dir():
         return any([*path.glob("answers-*.parquet"), *path.glob("traces-*.parquet")])
     if path.suffix != ".parquet" or not path.is_file():

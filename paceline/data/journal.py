@@ -46,15 +46,16 @@ class Answer:
 
 
 class Journal:
-    """Writes one process's journal. The first answer creates the file."""
+    """Writes the journal of one process: a JSON Lines file of the answers that are not yet in a shard (Parquet file),
+    so that a crash does not lose them. The first answer creates the file."""
 
     def __init__(self) -> None:
         self.begun: dict[str, list[Answer]] = {}
         """Key -> answers so far, for unfinished conversations."""
 
     def note(self, path: Path, answer: Answer, is_over: bool) -> None:
-        """Append an answer to the journal at `path`. `is_over`: it is the last of its conversation. Raises CacheError
-        if the disk cannot be written to."""
+        """Append an answer to the journal at `path`. `is_over`: True for the last answer of its conversation. Raises
+        CacheError if the disk cannot be written to."""
         if is_over:
             self.begun.pop(answer.key, None)
         else:
@@ -63,7 +64,8 @@ class Journal:
             append_lines(path, [_line(answer, is_over)])
 
     def carry(self, path: Path) -> None:
-        """Copy the answers of unfinished conversations to a new journal file, so that the old one can be deleted."""
+        """Write the answers of unfinished conversations to a new journal at `path`, so that the old journal can be
+        deleted."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
                 append_lines(scratch, (_line(answer, False) for answers in self.begun.values() for answer in answers))
@@ -74,8 +76,8 @@ def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
 
 
 def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:
-    """Return (answers of finished conversations, conversation key -> answers of unfinished ones). Truncated lines, and
-    conversations that lack an earlier answer, are skipped."""
+    """Read answers from journals. Returns (answers of finished conversations, conversation key -> answers of unfinished
+    ones). Truncated lines are skipped, and so are conversations in which an answer is missing."""
     turns: dict[str, dict[int, Answer]] = {}
     over: set[str] = set()
     for path in paths:

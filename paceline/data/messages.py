@@ -57,8 +57,9 @@ class MessageError(PromptError):
 
 
 def normalised(messages: Any) -> list[Message]:
-    """Return a conversation's messages in normal form; messages in normal form do not change. Raises MessageError on an
-    unknown key, a content part that is not text, or call arguments that are not a JSON object."""
+    """Return a conversation's messages in normal form: contents and call arguments are text, and old keys of OpenAI's
+    API are replaced by the current ones. Raises MessageError on an unknown key, a content part that is not text, or
+    call arguments that are not a JSON object."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise MessageError("messages", 'must be a list of {"role": ..., "content": ...}')
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
@@ -191,8 +192,8 @@ def _finite(digits: str) -> float:
 
 
 def normalised_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return tools with their keys in a fixed order and without null values. Raises MessageError unless each tool has a
-    function with a name."""
+    """Return tools with the keys of their functions in the order that prompts have, without null values. Raises
+    MessageError unless each tool has a function with a name."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]

@@ -22,8 +22,8 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
-    """Return a 1-D array of the distinct hashes of a text's shingles (runs of SHINGLE tokens). A shorter text is one
-    shingle."""
+    """Return a 1-D array of the distinct hashes of a text's shingles, which are its runs of 5 tokens. A text of fewer
+    than 5 tokens is a single shingle."""
     ids = np.asarray(token_ids, np.uint64) + np.uint64(1)
     size = min(SHINGLE, len(ids))
     hashes = np.zeros(len(ids) - size + 1, np.uint64)
@@ -34,8 +34,9 @@ def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
 
 
 def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the sorted shingle hashes that occur in more than a tenth (COMMON) of the texts; none for fewer than FEW
-    texts. `texts`: the shingle hashes of each text."""
+    """Return the sorted shingle hashes that occur in more than a tenth (COMMON) of the texts, such as those of a shared
+    system message. For fewer than 20 (FEW) texts, the result is empty. `texts`: the shingle hashes of each text, from
+    `pieces_of`."""
     if len(texts) < FEW:
         return np.empty(0, np.uint64)
     values, counts = np.unique(np.concatenate(texts), return_counts=True)
@@ -68,8 +69,8 @@ class Near:
         self._pieces: dict[int, np.ndarray] = {}
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
-        """Yield the numbers of the near-duplicates of the text with these shingle hashes; none if all are ignored
-        ones."""
+        """Yield the numbers of the near-duplicates of a text; these are the numbers that were passed to `add`.
+        `pieces`: the text's shingle hashes. Yields nothing if all of them are in `common`."""
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return

@@ -322,8 +322,8 @@ def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, 
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:
-    """Return a row's messages in normal form, without unknown keys. `where`: file and line, for error messages. Raises
-    PromptError on invalid messages."""
+    """Return the messages of a row as `normalised` does, but drop unknown keys. `where`: file and line, for error
+    messages. Raises PromptError on invalid messages."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
     try:

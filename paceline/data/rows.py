@@ -86,9 +86,11 @@ class Dropped:
 
 
 def rows_of(source: str | Path) -> tuple[str, Rows]:
-    """Return (short name, rows) of a JSON or Parquet file, a folder of Parquet files, or a hub data set. Rows are pairs
-    (file and line, row); a malformed row is a RowError. Raises PromptError if the source is missing or cannot be read,
-    DownloadError if a data set cannot be downloaded. Both may also be raised later, while the rows are read."""
+    """Return (short name, rows) of a JSON or Parquet file, a folder of Parquet files, or a hub data set. `rows` is an
+    iterator of pairs (file and line, row). Instead of a malformed row, a pair has a RowError, which is not raised.
+
+    Raises PromptError if the source is missing or cannot be read, DownloadError if a data set cannot be downloaded.
+    Both may also be raised later, while the rows are read."""
     path, name = Path(source), str(source)
     if path.is_dir():
         return path.name, _folder_rows(path)
@@ -101,8 +103,8 @@ def rows_of(source: str | Path) -> tuple[str, Rows]:
 
 
 def file_rows(path: Path) -> Rows:
-    """Yield pairs (file and line, row) of a file: Parquet (by its suffix), JSON lines or a JSON array. A malformed row
-    is a RowError. Raises PromptError if the file cannot be read."""
+    """Yield pairs (file and line, row) of a file: Parquet (by its suffix), JSON lines or a JSON array. Instead of a
+    malformed row, a pair has a RowError, which is not raised. Raises PromptError if the file cannot be read."""
     return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 
 
@@ -226,10 +228,11 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
 
 
 def choose_files(listed: list[str], config: str | None, split: str, name: str) -> list[str]:
-    """Return the data files of one split of a hub data set, among the files `listed` of its repository. `config`: name
-    of the subset; None if there is only one. `split`: "" chooses "train", or else the files not named after a known
-    split. `name`: the data set, for error messages. Raises PromptError if no file matches, or if `config` is None and
-    files of several subsets match."""
+    """Return the data files of one split of a hub data set. `listed`: all files of its repository. `config`: name of
+    the subset; None if there is only one. `split`: name of the split. If it is "", the split "train" is used; without
+    such files, all that are not named after a known split. `name`: the data set, for error messages.
+
+    Raises PromptError if no file matches, or if `config` is None and files of several subsets match."""
     endings = (".parquet",) if any(file.endswith(".parquet") for file in listed) else JSON_ENDS
     files = [
         file

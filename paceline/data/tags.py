@@ -44,8 +44,9 @@ def has_tag(row: Mapping[str, Any], tags: Sequence[str]) -> bool:
 
 
 def check_tags(source: str | Path, tags: Sequence[str]) -> None:
-    """Check tags before rows are selected by them; does nothing without tags. Raises ConfigError if no file of `source`
-    (a Parquet file or a folder of them) has a column `tag`, or if one of `tags` occurs in no row."""
+    """Check that `tags` occur in `source`, a Parquet file or a folder of them; without tags, checks nothing. Raises
+    ConfigError if no file has a column `tag`, or if one of `tags` occurs in no row. Call it before selecting rows by
+    tags, because an unknown tag would select nothing."""
     if not tags:
         return
     known = _tags_of(Path(source))

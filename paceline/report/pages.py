@@ -51,7 +51,7 @@ STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_ma
 
 
 def look() -> str:
-    """Return the text of the style sheet."""
+    """Return the text of the CSS style sheet that all HTML pages use."""
     return LOOK.read_text(encoding="utf-8")
 
 
@@ -90,7 +90,8 @@ Block = str | Table | list[str]
 
 
 def markdown(title: str, *blocks: Block) -> str:
-    """Return a report in Markdown. An empty list of sentences becomes "None."."""
+    """Return a report in Markdown, with `title` as its heading. Each block is a paragraph, a table or a list of
+    sentences. An empty list becomes the text "None."."""
     texts = [f"# {title}"]
     for part in blocks:
         if isinstance(part, list):
@@ -109,9 +110,10 @@ def write_report(
     **values: Any,
 ) -> str | None:
     """Write report.md and report.html into the run folder. Returns a notice if the plots could not be drawn, else None.
-    `draw` returns the plots. `verdict`: text below the title. `sections`: heading -> blocks. `values`: further
-    arguments of report.html: `tone` (colour of the verdict), `explained` (groups of terms in `words.html.j2`),
-    `settings` ((name, value) pairs), and optionally `texts` ((summary, text) of answers to show)."""
+    `draw`: function that returns the plots. `verdict`: text below the title. `sections`: heading -> blocks, as for
+    `markdown`. `values`: further arguments of the template of report.html: `tone` (colour of the verdict), `explained`
+    (topics whose terms are explained, such as "load"), `settings` ((name, value) pairs), and optionally `texts`
+    ((summary, text) pairs, such as answers)."""
     drawn, notice = [], None
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
     run.write("report.md", markdown(title, verdict, *blocks))
@@ -134,9 +136,10 @@ def write_load_report(
     listed: dict[str, list[str]],
     **values: Any,
 ) -> str | None:
-    """Write the report of a server under load, measured or simulated; returns the result of `write_report`. `about`:
-    first paragraph. `note`: explains the columns of the table `figures`. `listed`: heading -> sentences. `draw` and
-    `values` (title, verdict, tone, settings): as for `write_report`."""
+    """Write report.md and report.html about a server under load, measured or simulated. `about`: first paragraph.
+    `figures`: table of measured values. `note`: paragraph that explains its columns. `listed`: further sections, as
+    heading -> sentences. `draw`, `values` (title, verdict, tone, settings) and the returned notice: as for
+    `write_report`."""
     sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}
     sections |= {heading: [sentences] for heading, sentences in listed.items()}
     return write_report(run, draw, sections=sections, explained=["load"], **values)
@@ -206,8 +209,9 @@ class LoadPlot:
     """Returns the quantity of a record. A `Spread` of seconds is plotted as its median, with p99 as a faint line."""
 
     def values(self, record: Any) -> dict[str, float | None]:
-        """Return the y values of one measurement, in the axis's unit: end of the line's label -> value. A `Spread` has
-        the keys " p50" and " p99", any other quantity ""."""
+        """Return the y values of one measurement, in the axis's unit. A `Spread` (percentiles) gives two lines of the
+        plot: " p50" -> median and " p99" -> 99th percentile; these keys are appended to the lines' labels. Any other
+        quantity gives one line: "" -> its value."""
         quantity = self.take(record)
         if not isinstance(quantity, Spread):
             return {"": quantity}
@@ -224,9 +228,9 @@ LOAD_PLOTS = (
 
 
 def load_plots(plots: Sequence[LoadPlot], records: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
-    """Return two plots per quantity: over requests in flight and over requests per second. Each name gets a line.
-    `records`: (requests per second or None, requests in flight or None, name of the server or setting, figures that
-    `LoadPlot.take` reads) of each measurement."""
+    """Return two plots of each quantity: over requests in flight and over requests per second. `records`: one tuple for
+    each measurement: (requests per second or None, requests in flight or None, name of the server or setting, object
+    that `LoadPlot.take` reads). The measurements with one name form a line."""
     drawn = []
     by_flight = [(float(in_flight), name, record) for _, in_flight, name, record in records if in_flight]
     by_rate = [(rate, name, record) for rate, _, name, record in records if rate]
@@ -257,8 +261,8 @@ def bars(
     first: int = 0,
     ylim: tuple[float, float] | None = None,
 ) -> Plot:
-    """Plot several series of bars next to each other. `groups`: (label, values) of each series. The first values are at
-    the tick `first` of the x axis."""
+    """Plot several series of bars next to each other. `groups`: (label, values) of each series. Value i of every series
+    is at x = `first` + i."""
     shown = [(label, values) for label, values in groups if len(values)]
 
     def fill(axes: Axes) -> None:

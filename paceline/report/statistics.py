@@ -46,16 +46,17 @@ Tone = Literal["good", "cost", "bad", ""]
 
 
 def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
-    """Return the colour of a verdict on speed-ups (1.0 is no change): "cost" if one is below EVEN, else "good" if the
-    best is at least `gain`, else ""."""
+    """Return the colour of a verdict on speed-ups (1.0 is no change). It is "cost" if one of them is below 0.97 (EVEN).
+    Otherwise it is "good" if one is at least `gain`, else ""."""
     if not speedups:
         return ""
     return "cost" if min(speedups) < EVEN else "good" if max(speedups) >= gain else ""
 
 
 def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:
-    """Return the reason not to trust a measured speed-up, or None: it is impossible, or `num_tokens` timed output
-    tokens are too few. None as `num_tokens` means unknown."""
+    """Return the reason not to trust a measured speed-up, or None. It is not trusted if `is_possible` is False for it,
+    or if fewer than 100 (FEWEST_TOKENS) output tokens were timed. `tokens_per_round`: acceptance length. `num_tokens`:
+    number of timed output tokens; None if unknown."""
     if speedup is not None and not is_possible(speedup, tokens_per_round):
         return BUSY
     if num_tokens is not None and num_tokens < FEWEST_TOKENS:
@@ -164,9 +165,10 @@ def bootstrap(
     num_draws: int = 1000,
     level: float = 0.95,
 ) -> Interval:
-    """Return the bootstrap interval of a statistic (Efron and Tibshirani, chapter 13); (None, None) for fewer than two
-    items. It has the percentiles of `level` over `num_draws` lists drawn from `items` with replacement. `figure`:
-    computes the statistic of a list."""
+    """Return the percentile bootstrap interval of a statistic of `items` (Efron and Tibshirani, chapter 13); (None,
+    None) for fewer than two items. `figure`: function that computes the statistic of a list of items. It is called for
+    `num_draws` lists, each drawn from `items` with replacement. `level`: share of its values that lies in the
+    interval."""
     if len(items) < 2:
         return None, None
     draw = random.Random(0)

@@ -88,8 +88,9 @@ class Table:
             console.print(note, markup=False, highlight=False)
 
     def cells(self, width: int) -> tuple[list[Column], list[list[str]]]:
-        """Return (columns, cell texts of each row) for a terminal of `width` characters. Below the table's own width,
-        cells are cut at `Column.cut`; if that does not suffice, columns with `is_spare` are left out."""
+        """Return (columns, cell texts of each row) for a terminal of `width` characters. If it is narrower than the
+        table's `width`, cells are cut at `Column.cut`. If they then still do not fit, columns with `is_spare` are left
+        out."""
         columns, rows = list(self.columns), self.texts()
         if width >= self.width:
             return columns, rows
@@ -175,9 +176,9 @@ SILENT = Progress()
 def spread_column(
     name: str, of: Callable[[Any], Spread], scale: float, digits: int, shown: Sequence[str] = ("p50", "p90", "p99")
 ) -> Column:
-    """Return a column for a `Spread`, such as "p50 / p90 / p99"; a narrow terminal shows only the first figure. `of`:
-    returns the Spread of a row. `shown`: names of its figures. `scale`: factor, such as 1000 for milliseconds.
-    `digits`: decimals."""
+    """Return a column that shows percentiles of a `Spread`, such as "p50 / p90 / p99"; a narrow terminal shows only the
+    first. `of`: function that returns the Spread of a row. `shown`: fields of the Spread to show. `scale`: factor, such
+    as 1000 for milliseconds. `digits`: decimals."""
 
     def cell(record: Any) -> str:
         values = [getattr(of(record), name) for name in shown]

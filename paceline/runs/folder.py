@@ -90,7 +90,8 @@ class RunFolder:
         return [value for value in values if isinstance(value, dict)]
 
     def results(self, figures: dict[str, Any], name: str = "results.json") -> Path:
-        """Write measured values with their provenance to the run's file `name`; returns its path."""
+        """Write measured values to the run's file `name`, with their provenance (command, date, versions, ...; see
+        `record_of`); returns the file's path."""
         return write_results(self.path / name, figures)
 
     def write_json(self, name: str, value: Any) -> Path:
@@ -189,8 +190,9 @@ def check_folder(out: Path) -> None:
 
 
 def check_own(out: str | Path | None, what: str, *sources: str | Path | None) -> None:
-    """Raises ConfigError unless a run of type `what` may overwrite the folder `out`: it must not hold a run of another
-    type. Nor may it hold one of `sources`, runs that the command reads, given as folders or files in them."""
+    """Check that a run of type `what` may overwrite the folder `out`. Raises ConfigError if the folder holds a run of
+    another type, or a run that the new one reads. `sources`: runs that it reads, given as their folders or as files in
+    these."""
     if out is None:
         return
     config, before = Path(out) / "config.json", "of unknown type"
@@ -276,7 +278,8 @@ def plain(value: Any) -> Any:
 
 
 def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | None = None) -> Path:
-    """Write measured values with their provenance (`record_of`) to `path` as JSON; returns the path."""
+    """Write measured values to `path` as JSON, with their provenance (command, date, versions, ...). Returns the path.
+    `peers`: as for `record_of`."""
     write_whole(path, json.dumps(record_of(figures, peers), indent=1) + "\n")
     return path
 

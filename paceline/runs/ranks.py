@@ -26,5 +26,6 @@ class Ranks:
         return self.rank == 0
 
     def share_of(self, number: int) -> range:
-        """Return the range of indices of this process's part, if `number` items are divided in contiguous parts."""
+        """Divide `number` items among all processes, and return the range of item indices that this process must
+        handle."""
         return range(number * self.rank // self.world, number * (self.rank + 1) // self.world)

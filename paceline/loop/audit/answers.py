@@ -44,8 +44,9 @@ class AnswerReader:
         self._ids: dict[str, list[int]] | None = None
 
     def read(self, response: Any, has_stop: bool) -> ServerAnswer | None:
-        """Reads an API response, given as parsed JSON; returns None if it is not a valid answer. `has_stop`: True if
-        the request had a stop string, so that the finish reason "stop" need not mean an end token."""
+        """Converts an API response, given as parsed JSON; returns None if it is not a valid answer. `has_stop`: True if
+        the request had a stop string. The finish reason "stop" then does not prove that the model generated an end
+        token."""
         try:
             choice = response["choices"][0]
             message, usage = choice.get("message") or {}, response.get("usage") or {}

@@ -119,7 +119,8 @@ def _meaning(test: Trial) -> str:
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
     """Checks that no sampled token lies outside the top-p nucleus; returns one finding per group with top-p below 1. A
-    total probability of up to `allowed.mass` above top-p counts as rounding error."""
+    token lies outside if the tokens that are more probable have a total probability of at least top-p plus
+    `allowed.mass`, the margin for rounding errors."""
     findings = []
     for group in (group for group in groups if group.top_p < 1 and group.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
@@ -171,8 +172,9 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
 
 
 def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
-    """Checks that two answers with the same prompt and seed are equal. Differences give a note, not a fault; without
-    pairs, or if no pair is equal, the outcome is "not offered"."""
+    """Checks that a seed makes answers repeatable. Each of `pairs` has the texts of two answers to the same prompt with
+    the same seed. The outcome is "passed" if the texts are equal in all pairs, "note" if in some. It is "not offered"
+    if they are equal in no pair, or if there are no pairs."""
     num_same = sum(one == other for one, other in pairs)
     figures = {"pairs": len(pairs), "same": num_same}
     if not pairs:
@@ -209,8 +211,9 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 def stops(tried: Sequence[Stop]) -> Finding:
     """Checks that the server ends an answer right before a stop string.
 
-    An answer that contains the stop string is a fault. One that equals the whole answer up to it passes, if its finish
-    reason is "stop". Answers that differ before the stop string are not counted."""
+    Two errors are faults: an answer contains the stop string, or it ends right before it but its finish reason is not
+    "stop". An answer that differs from `Stop.whole` before the stop string is ignored: it need not reach the stop
+    string."""
     wrong, num_kept = [], 0
     for stop in tried:
         if stop.stop in stop.text:
@@ -231,8 +234,11 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
-    """Checks the token counts that the server reports. A wrong count is a fault. If the server encoded the prompts
-    (`is_rendered_there`), a wrong prompt count is "not judged": its chat template may be another."""
+    """Checks the token counts that the server reports. A wrong count of answer tokens is a fault. So is a wrong count
+    of prompt tokens if the server received the prompts as token ids.
+
+    `is_rendered_there`: True if the server encoded the prompts itself. A wrong count of prompt tokens is then "not
+    judged", because the server may use another chat template."""
     reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
     if not reported:

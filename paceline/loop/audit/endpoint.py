@@ -101,7 +101,8 @@ class Endpoint:
         self.gives_ids = answer is not None and answer.has_ids
 
     def prompt_ids(self, index: int) -> tuple[int, ...]:
-        """Returns the token ids of the prompt with this index, as the server's model reads them."""
+        """Returns the prompt's token ids as the server's model receives them, which depends on the form of the request.
+        `index`: the prompt's index in `prompts`."""
         prompt = self.prompts[index]
         return prompt.text_ids if self.kind == "text" else prompt.ids
 

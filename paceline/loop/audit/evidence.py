@@ -47,8 +47,8 @@ Z95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Figures of one answer of T tokens under the local model: of each token, given the text before it, and of the
-    distribution at its position. Logarithms are natural."""
+    """Probabilities and statistics that the local model computes for the T tokens of one answer. The arrays have one
+    entry per token. Logarithms are natural."""
 
     nll_T: Floats
     """-log of the token's probability under the request's distribution; inf if that is 0."""

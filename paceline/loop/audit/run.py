@@ -156,7 +156,8 @@ class Auditor:
 
     def seeded(self) -> tuple[Group | None, Finding]:
         """Request answers with seeds; returns (group of one answer per seed, finding on repeated seeds). The group is
-        None if the server does not support seeds. For the finding, the first eight seeds are used twice more."""
+        None if the server does not support seeds. The finding compares two further answers for each of the first eight
+        seeds."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         seeds = range(1000, 1000 + min(SEEDED, self.config.answers))

@@ -82,10 +82,11 @@ def mean_loss(logprobs: Sequence[AnswerLogprobs]) -> float:
 
 
 def agreement(config: GateConfig, inputs: GateInputs) -> Finding:
-    """Gate: compares the most probable tokens of student and teacher, and the student's loss with that before training.
+    """Gate: the student must choose the same tokens as the teacher, and training must have lowered its loss.
 
-    The agreement is the share of positions with equal tokens. The low end of its 95% interval over prompts must be at
-    least `config.least_agreement`. The loss must be lower than before training.
+    The agreement is the share of positions at which both models have the same most probable token. The low end of its
+    95% interval over prompts must be at least `config.least_agreement`. The student's loss must be lower than before
+    training.
     """
     counts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # [equal, all] positions of each prompt
     for document, student, teacher in zip(inputs.documents, inputs.student, inputs.teacher, strict=True):

@@ -45,7 +45,8 @@ class AnswerLogprobs:
 class Reader(ForcedReader):
     """Computes a model's top-k log-probabilities at the answer tokens of documents (prompt and answer).
 
-    Occupies one row of the KV cache until `close`; the `LLM` must not generate in the meantime.
+    Occupies one row of the model's KV cache until `close`. Until then, the `LLM` that contains the model must not
+    generate.
     """
 
     def __init__(self, llm: LLM, top_k: int) -> None:
@@ -86,7 +87,8 @@ class Stored:
         self._folder, self._name = folder, name
 
     def missing(self, documents: Sequence[Document]) -> list[int]:
-        """Returns the index of the first document of each file that does not exist yet."""
+        """Returns the starts of the files that do not exist yet: for each file, the index of its first document in
+        `documents`."""
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 
     def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:

@@ -54,8 +54,8 @@ class _Product:
 
 
 def matrices(model: nn.Module) -> list[nn.Linear]:
-    """Returns a model's linear layers that can be stored in Q4_1 (4-bit GGUF format): those inside its decoder layers
-    whose row length is a multiple of 32."""
+    """Returns the linear layers of a model that can be stored in Q4_1 (4-bit GGUF format). They lie inside the decoder
+    layers, and their row length is a multiple of 32."""
     linear = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and ".layers." in f".{name}."]
     return [each for each in linear if each.in_features % BLOCK == 0]
 

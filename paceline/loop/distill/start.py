@@ -81,10 +81,12 @@ def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
 
 
 def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Returns the indices of the teacher's layers to copy, ascending: `config.keep_layers`, or `config.layers` of them.
+    """Returns the indices, ascending, of the teacher's layers that are copied into the student: `config.keep_layers`,
+    if it is set.
 
-    The most influential layers are selected if `influence` (from `influences`) is given, else evenly spaced ones.
-    `num_layers`: number of the teacher's layers. Raises ConfigError if the teacher does not have the requested layers.
+    Otherwise selects `config.layers` of them [default: two of five]: the most influential ones if `influence` (from
+    `influences`) is given, else evenly spaced ones. `num_layers`: number of the teacher's layers. Raises ConfigError if
+    the teacher does not have the requested layers.
     """
     if config.keep_layers:
         if config.keep_layers[-1] >= num_layers:

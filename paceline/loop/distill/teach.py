@@ -83,8 +83,8 @@ class TrainingResult:
 
 
 class Clock:
-    """Measures the progress of a training: the larger of its shares of the time limit and of the steps. Time before a
-    resume counts, too."""
+    """Measures the completed share of a training that ends at a time limit or after a number of steps, whichever is
+    first. Training time before a resume counts, too."""
 
     def __init__(self, folder: Path, num_steps: int, minutes: float | None) -> None:
         self.num_steps, self.limit_s = num_steps, None if minutes is None else 60.0 * minutes
@@ -98,7 +98,7 @@ class Clock:
 
     @property
     def share(self) -> float:
-        """Completed share of the training, from 0 to 1."""
+        """Completed share of the training, from 0 to 1, by time or by steps: the larger of the two."""
         by_time = self.seconds / self.limit_s if self.limit_s else 0.0
         return min(1.0, max(by_time, self.step / max(1, self.num_steps)))
 
@@ -109,7 +109,8 @@ class Clock:
         self._began = time.monotonic()
 
     def write(self) -> None:
-        """Stores the training seconds so far in clock.json for `resume`, and keeps the three entries before."""
+        """Stores the training seconds so far in clock.json, for `resume`. Keeps the entries of the last four calls,
+        because a resume may start from an earlier checkpoint."""
         newest = dict(list(self._times().items())[-3:])
         write_whole(self._file, json.dumps(newest | {str(self.step): self.seconds}) + "\n")
 
@@ -175,9 +176,10 @@ def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> T
 
 
 def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor) -> Any:
-    """Returns a causal model's outputs for B padded rows, with logits [B, C, V] only at the C positions `columns_C`.
+    """Runs a causal model on B padded rows; returns its outputs, with logits [B, C, V] only at the C token positions
+    `columns_C`.
 
-    A long prefix that all rows share, such as a system message, is computed only once; its gradients are exact.
+    Saves time by computing a long common prefix of the rows, such as a system message, only once; gradients are exact.
     `mask_BT` is 0 at padding.
     """
     shared = num_shared(ids_BT, mask_BT, int(columns_C[0]))
@@ -191,7 +193,8 @@ def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor
 
 
 def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
-    """Returns the number of tokens before any padding that all rows share, at most `most`; 0 for a single row."""
+    """Returns the length in tokens of the longest common prefix of all rows, without padding and at most `most`.
+    Returns 0 for a single row."""
     if len(ids_BT) < 2:
         return 0
     differs_T = ((ids_BT != ids_BT[:1]) | (mask_BT == 0)).any(0)[:most]

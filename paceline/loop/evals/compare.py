@@ -69,8 +69,8 @@ class Comparison:
         return f"{self.difference:+.3f} [{self.interval[0]:+.3f}, {self.interval[1]:+.3f}]"
 
     def loss_above(self, margin: float) -> str:
-        """Returns a reason to fail the gate if the 95% interval of the score difference begins below -`margin`, else
-        ""."""
+        """Checks that the score did not fall by more than `margin`. Returns "" if this is certain: the 95% interval of
+        the score difference begins at -`margin` or above. Otherwise returns the reason why the gate fails."""
         if self.interval[0] >= -margin:
             return ""
         text = f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}"
@@ -118,10 +118,10 @@ def compare(before: Scores, after: Scores) -> Comparison:
 
 
 def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
-    """Returns the two-sided p-value of a permutation test that flips the signs of `gains`; 1.0 if all are 0.
+    """Returns the two-sided p-value of a permutation test of `gains`, one score difference per case; 1.0 if all are 0.
 
-    `gains`: one score difference per case. `draws`: number of random flips. If at most 14 (EXACT) differences are not
-    0, all flips are enumerated instead.
+    Compares the sum of the differences with the sums under random signs. `draws`: how often all signs are drawn. If at
+    most 14 (EXACT) differences are not 0, every combination of signs is used once instead.
     """
     import numpy as np
 
@@ -150,7 +150,8 @@ def findable(num_cases: int, deviation: float) -> float:
 
 
 def cases_needed(loss: float, deviation: float) -> int:
-    """Returns the number of cases with which a paired test detects a difference of mean scores of `loss`.
+    """Returns the number of cases that a paired test needs to detect a difference of mean scores of `loss` with
+    probability 0.9 (POWER).
 
     `deviation`: standard deviation of the score differences of single cases.
     """

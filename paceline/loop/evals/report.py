@@ -66,9 +66,9 @@ def write_report(
 ) -> RunFolder:
     """Writes a run folder with results and reports, and returns it; prints the tables of scores and comparisons.
 
-    The verdict is about the last of `scores`; `comparisons` are of these with other runs. `refusals`: reasons why the
-    gate failed; empty if it passed. `settings`: written to config.json and shown in the report. `out`: the run folder
-    [default: a new one in runs/].
+    `scores`: of one or more runs; the report's verdict is about the last of these. `comparisons`: of that run with
+    others. `refusals`: reasons why the gate failed; empty if it passed. `settings`: written to config.json and shown in
+    the report. `out`: the run folder [default: a new one in runs/].
     """
     run, last = RunFolder.create("evals", settings, out), scores[-1]
     lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in comparisons]}

@@ -58,8 +58,9 @@ def score_regex(scorer: Row, text: str) -> Verdict:
 
 
 def score_json(scorer: Row, text: str) -> Verdict:
-    """Returns the share of `scorer["fields"]` whose values are equal in the first JSON object of the answer `text`, and
-    the reason. 1 if no fields are given; 0 without an object, or if it violates `scorer["schema"]`."""
+    """Compares the first JSON object of the answer `text` with `scorer["fields"]`. Returns (score, reason). The score
+    is 0 without an object, or if the object violates `scorer["schema"]`. Otherwise it is the share of the fields that
+    have an equal value in the object; 1 if no fields are given."""
     value = object_in(text)
     if value is None:
         return 0.0, "no JSON object"
@@ -103,10 +104,10 @@ def _jsonschema() -> Any:
 
 
 def program_of(scorer: Row, text: str) -> str:
-    """Returns the program that is run to score an answer: the code in the answer `text`, then the tests in `scorer`.
+    """Returns the program that is run to score an answer: the code in the answer `text`, then `scorer["tests"]`.
 
-    With an `entry_point`, the fields follow HumanEval: "prompt" is the header of the function of that name, and "tests"
-    defines `check`, which is called with the function.
+    A scorer with an "entry_point" (name of a function) has HumanEval's format: "prompt" is the header of that function,
+    and "tests" defines `check`. The program then ends with a call of `check` on the function.
     """
     code, prompt, entry = code_of(text), scorer.get("prompt", ""), scorer.get("entry_point")
     if not entry:

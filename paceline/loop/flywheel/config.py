@@ -142,20 +142,22 @@ class FlywheelConfig:
         return name in self.given
 
     def student_of(self, turn: int) -> StudentConfig:
-        """Returns the settings of the student of iteration (turn) `turn`, counted from 1, with its number of layers."""
+        """Returns the settings of the student that is trained in iteration (turn) `turn`, counted from 1. Its number of
+        layers is the entry of `layers` for this iteration, if there is one."""
         return replace(self.student, layers=self.layers[turn - 1]) if turn <= len(self.layers) else self.student
 
     @property
     def student_teaching(self) -> TeachingConfig:
-        """Settings of the student's training; without minutes, steps or epochs, it trains for half of `minutes`."""
+        """Settings of the student's training. If `teaching` sets no duration (minutes, steps or epochs), the student is
+        trained for half of the flywheel's `minutes`."""
         teaching = self.teaching
         has_length = (teaching.minutes, teaching.max_steps, teaching.epochs) != (None, None, None)
         return teaching if has_length else replace(teaching, minutes=OF_STUDENT * self.minutes)
 
     @property
     def drafter_minutes(self) -> float | None:
-        """Minutes for each drafter, including the generation of its training answers; by default a quarter of
-        `minutes`. None if `drafter.loop` limits the training instead."""
+        """Minutes for each drafter, including the generation of its training answers. A quarter of the flywheel's
+        `minutes` if `drafter` sets no duration. None if the duration is set by `drafter.loop` alone."""
         drafter = self.drafter
         return drafter.minutes if drafter.has_length else OF_DRAFTER * self.minutes
 

@@ -24,19 +24,20 @@ KEYS = {"turn": int, "what": str, "state": str}
 
 
 def append(out: Path, line: Line) -> None:
-    """Appends a line with the current time to ledger.jsonl in the flywheel's folder `out`. Raises CacheError when the
-    disk cannot be written."""
+    """Appends a line to the ledger, the record of all measured and refused models of a flywheel. Adds the current time.
+    The ledger is the file ledger.jsonl in the flywheel's folder `out`. Raises CacheError when the disk cannot be
+    written."""
     timed = plain({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line})
     with reraised(CacheError, f"cannot write {out / LEDGER}", "free space, then run the same command", OSError):
         append_lines(out / LEDGER, [timed])
 
 
 def read(out: Path) -> list[Line]:
-    """Returns the lines of ledger.jsonl in the flywheel's folder `out`, oldest first. Raises ConfigError on a damaged
-    line.
+    """Returns the lines of the ledger, oldest first. The ledger is the file ledger.jsonl in the flywheel's folder
+    `out`; it records all measured and refused models. Raises ConfigError on a damaged line.
 
-    A killed stage writes its line again when it is resumed. Of lines with the state "measured" or "kept" (accepted),
-    only the last one for each model and iteration (turn) is therefore returned.
+    A stage that was killed and resumed may have recorded a model twice. Then only the newer line is returned, unless
+    the model was refused.
     """
     lines = dict[Any, Line]()
     for number, line in enumerate(checked_lines(out / LEDGER, KEYS)):
@@ -45,7 +46,8 @@ def read(out: Path) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """Returns lines of the ledger as a table; its notes list the models' paths and the reasons of refusals."""
+    """Formats lines of the ledger (the record of measured and refused models) as a table. Its notes list the models'
+    paths and the reasons of refusals."""
     columns = [
         Column("turn", lambda line: line["turn"], align="right"),
         Column("what", lambda line: line["what"]),

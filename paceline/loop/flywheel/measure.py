@@ -53,11 +53,12 @@ class Bench:
     def compared_with_first(
         self, what: str, model: str, own: Scores, first_run: Path
     ) -> tuple[Scores, Comparison] | None:
-        """Scores a model on the first iteration's suite, and compares it with the model that the flywheel started with.
+        """Compares a model with the first one, which the flywheel started with, on the eval suite of the first
+        iteration (turn).
 
-        Returns (scores, comparison); None without such a suite. `what`: name of the scored model in run folders. `own`:
-        its scores on this iteration's suite, reused if the suites are equal. `first_run`: run folder of the first
-        model.
+        Returns (scores of the model, comparison); None if `suites` has no suite of the first iteration. `what`: name of
+        the model in run folders. `own`: its scores on this iteration's suite, reused if both suites have the same
+        cases. `first_run`: run folder with the scores of the first model.
         """
         if FIRST not in self.suites:
             return None
@@ -69,8 +70,8 @@ class Bench:
         return scores, compare(replace(before, cases=common, digest=scores.digest), scores)
 
     def figures(self, scores: Scores) -> dict[str, Any]:
-        """Returns the figures of these scores that the ledger records, by name. "price_per_1000", the cost of 1,000
-        answers, is None if no price is set."""
+        """Returns the values that the ledger records of these scores, by name, such as "score" and "tokens_per_s".
+        "price_per_1000", the cost of 1,000 answers, is None if no price is set."""
         line, price = scores.as_line(), self.config.price_per_core_hour
         core_s = line["core_s_per_1000"]
         names = ("score", "interval", "cases", "p50_s", "tokens_per_s", "core_s_per_1000", "lossless")
@@ -79,17 +80,17 @@ class Bench:
 
 
 def lost(comparison: Comparison, most: float) -> str | None:
-    """Returns a reason to refuse a student if the 95% interval of the change of its score begins below -`most`, else
-    None."""
+    """Checks that a student's score did not fall by more than `most`. Returns None if this is certain: the 95% interval
+    of the change begins at -`most` or above. Otherwise returns the reason to refuse the student."""
     loss = comparison.loss_above(most)
     return f"evals: {loss}" if loss else None
 
 
 def slower(alone: Scores, drafted: Scores, comparison: Comparison, least: float, is_greedy: bool) -> str | None:
-    """Returns a reason not to serve a drafter, or None. A reason is an answer that changed although sampling is greedy,
-    or less than `least` times the tokens/s without it.
+    """Returns the reason not to serve a drafter, or None. A drafter is refused for two reasons: it changed an answer
+    although sampling is greedy, or tokens/s with it are less than `least` times those without it.
 
-    `alone`, `drafted`: scores of the model without and with the drafter. `comparison`: of the two.
+    `alone`: the model's scores without the drafter. `drafted`: its scores with the drafter. `comparison`: of both.
     """
     if is_greedy and comparison.same_text < comparison.cases:
         return f"{comparison.cases - comparison.same_text} of {comparison.cases} answers differ from those without it"

@@ -155,7 +155,8 @@ def store(turn: Turn) -> StageResult:
 
 def evals(turn: Turn) -> StageResult:
     """Makes the eval suite of this iteration (turn) and runs it on the served model. From the second iteration on, also
-    writes the first iteration's suite, without cases that occur in training data.
+    copies the first iteration's suite, without cases that occur in training data. The student is later compared on it
+    with the model that the flywheel started with.
 
     Keys of the result: "suites" (suite name -> file), "cases" (their number), "score" (the model's mean score). Raises
     JudgeError if the judge fails, PromptError if there are too few cases or the user's suite contains training data.
@@ -248,12 +249,14 @@ def student(turn: Turn) -> StageResult:
 
 
 def student_evals(turn: Turn) -> StageResult:
-    """Runs the evals on the student and compares it with its teacher; from the second iteration (turn) on, also with
-    the model that the flywheel started with.
+    """Runs the evals on the student and compares it with its teacher. From the second iteration (turn) on, also
+    compares it with the first model, which the flywheel started with.
 
     Keys of the result: those of `Bench.figures`, "difference" (the student's mean score minus the teacher's) and
-    "difference_interval". If the first iteration's suite was run, also "first_score" and "first_interval". Raises
-    Refused if the loss may exceed `gates.most_lost`, or `gates.most_lost_in_all` compared with the first model.
+    "difference_interval". If the first iteration's suite was run, also "first_score" and "first_interval".
+
+    Raises Refused if the score may have fallen too much, see `measure.lost`: by more than `gates.most_lost` from the
+    teacher's, or by more than `gates.most_lost_in_all` from the first model's.
     """
     model, gates, bench = turn.of("student")["student"], turn.config.gates, turn.bench
     scores = bench.scores("student", model)

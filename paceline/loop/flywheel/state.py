@@ -92,8 +92,8 @@ class TurnState:
         write_whole(self.folder / STATE, json.dumps(plain(content), indent=1) + "\n")
 
     def check(self, config: FlywheelConfig) -> None:
-        """Raises ConfigError if `config` differs from the settings with which the iteration (turn) was started. Stores
-        the settings in `asked`."""
+        """Raises ConfigError if the iteration (turn) was started with settings other than those of `config`. Otherwise
+        stores the settings in `asked`."""
         now = fixed_of(config)
         if self.asked:
             check_same(self.folder, self.asked, now, ", or delete that folder to begin the turn anew")
@@ -117,6 +117,6 @@ def turn_folder(config: FlywheelConfig, number: int) -> Path:
 
 
 def traces_of(config: FlywheelConfig, number: int) -> Path:
-    """Returns the folder of recorded answers that iteration (turn) `number`, at least 2, starts from: those of the
-    student that the previous iteration trained."""
+    """Returns the folder with the recorded answers that iteration (turn) `number` starts from. They are recorded while
+    the student of the previous iteration is served, so the first iteration has no such folder."""
     return turn_folder(config, number) / TRACES

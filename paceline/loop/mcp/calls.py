@@ -30,7 +30,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class CallLog:
-    """Log of tool calls in the file calls.jsonl of `folder`, with two lines for each call."""
+    """Log of tool calls: the file calls.jsonl in `folder`. A call has two lines, one from its start and one from its
+    end."""
 
     folder: Path
 
@@ -56,8 +57,8 @@ class CallLog:
             self._append({"call": number, "time": _now(), "outcome": ending.outcome, "why": ending.why})
 
     def calls(self, most: int) -> list[dict[str, Any]]:
-        """Returns the latest `most` calls, oldest first, each as one dict of both lines. Without the second line,
-        "outcome" is "running or killed"."""
+        """Returns the latest `most` calls, oldest first, each as a dict with the keys of both lines of the log. If the
+        line from the call's end is missing, "outcome" is "running or killed"."""
         calls: dict[str, dict[str, Any]] = {}
         for line in RunFolder(self.folder).lines(FILE):
             begun = calls.setdefault(line.get("call", ""), {"outcome": "running or killed"})

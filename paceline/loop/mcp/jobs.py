@@ -30,10 +30,10 @@ class Jobs:
 
     def begin(self, tool: str, arguments: dict[str, Any], command: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Starts the background job that `tool` and `arguments` identify, unless it is running or done. Returns its
-        status. Raises ConfigError while another job runs.
+        status, as `status` does. Raises ConfigError while another job runs.
 
-        `command`: called only for a new job; returns a dict with the command line as "command", which is added to the
-        job's record.
+        `command`: function that returns further fields of a new job's record, among them "command", the command line to
+        run. Not called if the job has a record from an earlier start.
         """
         given = json.dumps([tool, arguments], sort_keys=True)
         name = f"{tool}-{hashlib.sha256(given.encode()).hexdigest()[:10]}"

@@ -88,7 +88,7 @@ Reward = Callable[[list[Trajectory]], list[float]]
 
 
 def by_code(function: Callable[[Any, Trajectory], float]) -> Reward:
-    """Returns a Reward that scores each attempt by `function(task, trajectory)`."""
+    """Returns a Reward that calls `function(task, trajectory)` for each attempt; the returned number is the reward."""
     return lambda group: [float(function(each.task, each)) for each in group]
 
 

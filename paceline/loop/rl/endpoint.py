@@ -62,7 +62,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Attempt:
-    """One agent's attempt at a task, as recorded by the endpoint in the engine's thread."""
+    """One agent's attempt at a task: its requests and the policy's answers, as recorded by the endpoint."""
 
     name: str
     base_url: str
@@ -75,8 +75,8 @@ class Attempt:
     """Token ids of a prompt -> number of requests with it; the count is part of the next answer's seed."""
 
     def chain(self) -> list[Turn]:
-        """Returns the turns (requests of the agent) of the latest conversation, oldest first. The prompt of each begins
-        with the prompt and answer of the one before."""
+        """Returns the turns (requests of the agent) of its latest conversation, oldest first. Two turns belong to the
+        same conversation if the later prompt begins with the prompt and answer of the earlier turn."""
         chain = self.turns[-1:]
         for turn in reversed(self.turns[:-1]):
             if chain[0].prompt_ids[: len(turn.tokens)] == turn.tokens:
@@ -157,7 +157,7 @@ class Endpoint:
         return attempt
 
     def end(self, attempt: Attempt) -> None:
-        """Ends an attempt, after all its finished answers are recorded."""
+        """Waits until every answer that the agent received is recorded, then ends the attempt."""
         self.call(lambda _: None)  # waits for the engine's thread, which records answers before it sends them
         del self.attempts[attempt.name]
 

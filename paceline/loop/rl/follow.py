@@ -77,9 +77,9 @@ class DFlashFollower:
         self._num_learned = 0
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """Trains the drafter on the samples, and copies the trained weights into the engine's drafter. Returns loss
-        ("drafter_loss") and expected acceptance length ("drafter_eal") of the first step; {} if all samples are too
-        short for a draft block."""
+        """Trains the drafter on the samples for `config.steps` steps, and copies the trained weights into the engine's
+        drafter. Returns the loss ("drafter_loss") and the expected acceptance length ("drafter_eal") of the first step;
+        {} if all samples are too short for a draft block."""
         documents = self._documents(samples)
         if not documents:
             return {}

@@ -127,11 +127,11 @@ class RelativeJudge:
 
 
 def ranking_of(text: str, letters: str) -> str:
-    """Returns the judge's ranking from its answer `text`: the letters of the attempts, best first, or "" without a
-    valid ranking, which names each of `letters` once.
+    """Returns the ranking in a judge's answer `text`: the letters of the attempts, best first. Returns "" if no ranking
+    is valid, that is, names each of `letters` once.
 
-    The last valid ranking counts; those in lines that begin with RANKING, or below a line with only this word, have
-    priority.
+    If the answer has several valid rankings, returns the last one. Rankings marked by the word RANKING at the beginning
+    of the same line, or on a line above, take precedence.
     """
     text = text.replace("*", "")
     marked = re.findall(r"^\W*RANKING\b\W*.*", text, re.MULTILINE | re.IGNORECASE)

@@ -145,7 +145,8 @@ class Rollouts:
 
     @property
     def place(self) -> str:
-        """Name of the latest batch of rollouts, see `next_place`; invalid from `load_weights` to the next batch."""
+        """Name of the latest batch of rollouts, as returned by `next_place`. After `load_weights`, it is meaningless
+        until the next batch has started."""
         return f"{self.step}.{self._num_calls - 1}"
 
     def sample(self, prompts: Sequence[list[int]], *, num_each: int = 1) -> list[Sample]:
@@ -165,8 +166,9 @@ class Rollouts:
     def keep(
         self, samples: list[Sample], seconds: float, rounds: Rounds, more: Mapping[str, float] | None = None
     ) -> None:
-        """Records the measured values of a batch of rollouts in `figures`, and stores its samples for the follower.
-        `seconds`: wall time of the batch. `more`: further measured values, by name."""
+        """Records the measured values of a batch of rollouts in `figures`, and stores its samples, on which the
+        follower trains the drafter next. `seconds`: wall time of the batch. `rounds`: totals over its decode rounds.
+        `more`: further measured values, by name."""
         self._latest = samples
         num_tokens = sum(sum(each.mask) for each in samples)
         more = {**self._follower_figures, **(more or {})}

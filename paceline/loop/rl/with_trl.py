@@ -36,8 +36,8 @@ def trl() -> Any:
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
-    """Returns the `rollout_func` for TRL's GRPOTrainer that samples one answer per prompt: a text, or messages for the
-    chat template."""
+    """Returns the `rollout_func` for TRL's GRPOTrainer that samples one answer per prompt. A prompt is a text, or
+    messages for the chat template."""
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         check_trainer(rollouts, trainer)
@@ -48,7 +48,8 @@ def rollout_func(rollouts: Rollouts) -> RolloutFunc:
 
 
 def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
-    """Returns the `rollout_func` for TRL's GRPOTrainer that runs an agent on each prompt, a task from `task_rows`.
+    """Returns the `rollout_func` for TRL's GRPOTrainer that runs an agent once per prompt. Each prompt is a task, as
+    written by `task_rows`.
 
     Adjacent equal prompts are attempts at the same task, and are rewarded as one group. The rollout function also
     computes the rewards; pass `attempt_reward`, which returns them, to the trainer as its reward function.
@@ -67,8 +68,9 @@ def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
 
 
 def attempt_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """Reward function for TRL: returns the rewards that the function of `agent_rollout_func` has computed. Raises
-    RolloutError if the rollout's `columns` lack them, because the trainer uses another rollout function."""
+    """Reward function for TRL: returns the rewards that the rollout function from `agent_rollout_func` has computed.
+    TRL passes them in `columns`. Raises RolloutError if they are missing, because the trainer uses another rollout
+    function."""
     if REWARD not in columns:
         raise RolloutError("attempt_reward goes with agent_rollout_func: give the trainer that as its rollout_func")
     return [float(reward) for reward in columns[REWARD]]

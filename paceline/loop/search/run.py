@@ -48,8 +48,8 @@ FIXED = {"loop.epochs": 1e6, "loop.keep": "last", "loop.serve_share": 0.0}
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """Result of a search: the chosen drafter, and a comparison of the best other trial with the planner's choice (the
-    settings that `paceline train` plans). `ratio`: of their tokens/s, with its 95% interval, on prompts that no trial
-    was measured on."""
+    settings that `paceline train` plans). `ratio`: tokens/s of that trial divided by those of the planner's choice.
+    `interval`: its 95% interval. Both are measured on prompts that were not used to measure trials."""
 
     drafter: Path
     run: Path
@@ -241,8 +241,8 @@ def _speedup(trial: Measured, rung: int) -> str | None:
 
 
 def verdict(result: SearchResult) -> str:
-    """Returns a sentence on the settings that are kept, and on the speed of the best trial relative to the planner's
-    choice (the settings that `paceline train` plans)."""
+    """Returns a sentence that names the chosen settings and compares the speed of the best other trial with that of the
+    planner's choice (the settings that `paceline train` plans)."""
     if result.ratio is None:
         return "No other trial was as fast as the planner's choice at every rung: that is kept. More minutes try more."
     compared = with_interval(result.ratio, result.interval, "{:.2f}", "x")

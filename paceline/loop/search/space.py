@@ -45,8 +45,8 @@ class Space:
 
     @classmethod
     def around(cls, base: TrainConfig, num_target_layers: int) -> Space:
-        """Returns the search space around the training `base` that the planner chose. Of several sources of data
-        (folders in `base.answers`), a trial may leave one out."""
+        """Returns the search space around `base`, the training that the planner chose. If `base.answers` has several
+        folders of training data, a trial may leave one of them out."""
         choices: dict[str, list[Any]] = {}
         planned = {name: value_of(base, name) for name in CHOICES}
         planned["shape.num_taps"] = planned["shape.num_taps"] or min(5, num_target_layers)
@@ -59,15 +59,16 @@ class Space:
         return cls(base, choices, planned | {RATE: base.loop.optim.lr})
 
     def suggest(self, trial: Trial) -> dict[str, Any]:
-        """Returns the settings that Optuna chooses for a trial, as name -> value; the same again if it is resumed."""
+        """Returns the settings that Optuna chooses for a trial, as name -> value. A resumed trial gets the same
+        settings again."""
         rate = self.planned[RATE]
         settings = {name: trial.suggest_categorical(name, values) for name, values in self.choices.items()}
         return settings | {RATE: trial.suggest_float(RATE, rate / WIDEST_RATE, rate * WIDEST_RATE, log=True)}
 
     def config(self, settings: dict[str, Any], out: Path, minutes: float) -> TrainConfig:
-        """Returns the training configuration of a trial: the planner's choice, changed by `settings`. `minutes`: total
-        minutes of training steps, including those before earlier measurements. Raises ConfigError for settings that
-        contradict each other."""
+        """Returns the training configuration of a trial: the planner's choice, changed by `settings`. `out`: folder of
+        the training. `minutes`: total minutes of training steps; when a measured trial is trained further, its earlier
+        minutes count. Raises ConfigError for settings that contradict each other."""
         config = self.base
         for name, value in settings.items():
             if name != SOURCES:

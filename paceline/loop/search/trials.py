@@ -49,10 +49,12 @@ class Measured:
 
 
 class Trials:
-    """All trials of a search: each trains one drafter with certain settings. They are stored in the search's folder.
+    """Runs the trials of a search, and stores them in the search's folder. A trial trains one drafter with certain
+    settings and measures it at several times during the training.
 
-    `train(number, config)` trains the drafter of trial `number` up to the minutes in the TrainConfig `config`, and
-    returns the drafter's folder. `rate(number, folder)` measures this drafter.
+    The caller passes two functions. `train(number, config)` trains the drafter of trial `number` for the total minutes
+    that the TrainConfig `config` sets, resuming an earlier training; it returns the drafter's folder. `rate(number,
+    folder)` measures the drafter in this folder and returns its speed-up over plain decoding, as `Rated`.
     """
 
     def __init__(
@@ -79,8 +81,8 @@ class Trials:
 
     @property
     def reserve(self) -> float:
-        """Minutes to keep free before a new trial starts: for a trial that is not stopped early, its measurements, and
-        the final comparison, which takes about as long as two measurements."""
+        """Minutes that must be left of the search's time to start a new trial. They suffice for a full training, its
+        measurements, and the final comparison, which takes about as long as two measurements."""
         times = (line["measuring_minutes"] for line in self.run.metrics() if "measuring_minutes" in line)
         rungs = self.config.rung_minutes
         return rungs[-1] + (len(rungs) + 2) * max(times, default=0.0)
@@ -147,7 +149,7 @@ class Trials:
 
 
 def winner_of(trials: list[Measured]) -> Measured | None:
-    """Returns the complete trial with the highest speed-up at its last measurement, without trial 0 (the planner's
-    choice); None if no other trial is complete."""
+    """Returns the complete trial with the highest speed-up at its last measurement. Trial 0, the planner's choice, does
+    not take part; None if no other trial is complete."""
     complete = [trial for trial in trials if trial.number and trial.state == "complete"]
     return max(complete, key=lambda trial: trial.speedups[-1], default=None)

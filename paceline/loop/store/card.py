@@ -18,7 +18,8 @@ MOST_NAMED = 12
 
 
 class Described(Protocol):
-    """Parts of a dataset store (`folder.Store`, whose module imports this one) that `card_of` reads."""
+    """Interface of a dataset store as `card_of` needs it; `folder.Store` implements it. Used as a type because this
+    module cannot import `folder`, which imports it."""
 
     path: Path
     model: str
@@ -32,9 +33,9 @@ class Described(Protocol):
 
 
 def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
-    """Computes a summary of a dataset store as JSON: counts of rows and tokens by side, source and tag, rows that were
-    left out, and rows that `forget` deleted. `tags`: count only rows with one of these tags (empty: all rows). Raises
-    ConfigError for a tag that no row has."""
+    """Computes a summary of a dataset store as JSON. It counts rows and tokens by side ("train" or "evals"), source and
+    tag, the rows that were left out when sources were added, and the rows that `forget` deleted. `tags`: count only
+    rows with one of these tags (empty: all rows). Raises ConfigError for a tag that no row has."""
     by_side = {side: list(store.rows(side)) for side in SIDES}
     refuse_unknown(store.path, tags, {tag_of(row) for rows in by_side.values() for row in rows})
     by_side = {side: [row for row in rows if has_tag(row, tags)] for side, rows in by_side.items()}

@@ -127,12 +127,12 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Context manager that holds the store's lock during a change. It first completes an earlier change that was
-        killed, or reverts it if its files or its line are incomplete.
+        """Context manager that holds the store's lock during a change. If an earlier change was killed, it is first
+        completed, or reverted if not all of its files and its line in versions.jsonl were written.
 
-        Yields the completed change's line of versions.jsonl; None if there was none. `doing`: name of the new change,
-        for the error message of other processes. Raises ConfigError if another process holds the lock, or if store.json
-        and versions.jsonl do not match."""
+        Yields the line in versions.jsonl of the earlier change that was completed, else None. `doing`: name of the new
+        change, for the error message of other processes. Raises ConfigError if another process holds the lock, or if
+        store.json and versions.jsonl have different versions."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
             current = Store.open(self.path)
             self.version, self.suites = current.version, current.suites
@@ -177,7 +177,8 @@ class Store:
         log.warning("%s is of no version, as a change that was killed leaves it: moved to %s", file, aside)
 
     def unfinished(self) -> list[Path]:
-        """Returns the Parquet files in the folder unfinished/, which belong to no known version."""
+        """Returns the Parquet files in the folder unfinished/. They are leftovers of killed changes, moved there
+        because no version names them."""
         return sorted((self.path / UNFINISHED).glob("*.parquet"))
 
     def all_shards(self) -> list[Path]:
@@ -292,9 +293,9 @@ class Store:
             return self.commit("split", {"split": asdict(split)}, old)
 
     def commit(self, what: str, figures: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
-        """Complete the next version after its files were written: append its line to versions.jsonl, and delete the
-        files in `replaced`. `what`: kind of change ("add", "split" or "forget"). `figures`: further fields of the line.
-        Returns the line."""
+        """Complete the next version after its files were written: append its line to versions.jsonl, then delete the
+        files in `replaced`, which only earlier versions use. `what`: kind of change ("add", "split" or "forget").
+        `figures`: further fields of the line. Returns the line."""
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
         files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
         rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}
@@ -336,9 +337,9 @@ class Store:
             self.save()
 
     def label(self, labels: Iterable[dict[str, Any]]) -> int:
-        """Append scores of answers to labels.jsonl; returns how many were appended. Each is a dict with the `digest`
-        (hash) of a row and any other keys; those of rows that are not in the store are ignored. Raises CacheError if
-        the file cannot be written, ConfigError if another process changes the store."""
+        """Append labels (such as scores of answers) to labels.jsonl; returns how many were appended. A label is a dict
+        with `digest`, the hash of a row, and any other keys. Labels of rows that are not in the store are ignored.
+        Raises CacheError if the file cannot be written, ConfigError if another process changes the store."""
         known = {row["digest"] for side in SIDES for row in self.rows(side)}
         matching = [label for label in labels if label.get("digest") in known]
         with self.changing("labelling"):
@@ -350,7 +351,8 @@ class Store:
             append_lines(self.path / name, map(plain, lines), is_synced=True)
 
     def labels(self) -> list[dict[str, Any]]:
-        """Returns the dicts that were passed to `label`, from labels.jsonl. Raises ConfigError on a damaged line."""
+        """Returns the labels of rows that were stored by `label`. Raises ConfigError on a damaged line of
+        labels.jsonl."""
         return checked_lines(self.path / "labels.jsonl", {})
 
 

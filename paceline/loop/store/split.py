@@ -75,9 +75,9 @@ def sides(
     """Assigns each prompt to a side, "train" or "evals". Returns two lists with one entry per prompt: the id of its
     conversation, and its side.
 
-    `known`: the side of a stored prompt, which it keeps; None for a new one. A new prompt gets the side of the stored
-    prompts of its family (conversations with similar first prompts). It gets "between" if they are on both sides, and
-    must then not be added. Without stored prompts, `side_of` chooses."""
+    `known`: for each prompt its side if it is stored, else None. A stored prompt keeps its side. A new prompt gets the
+    side of the stored prompts in its family (conversations with similar first prompts). If these are on both sides, it
+    gets "between", and must not be added. If its family has no stored prompt, `side_of` chooses."""
     firsts = first_prompts(prompts)
     unique = list(dict.fromkeys(firsts))
     place = {first: number for number, first in enumerate(unique)}

@@ -89,10 +89,11 @@ class Coverage:
                 self._words[name].update(re.findall(r"\w+", text.lower()))
 
     def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
-        """Picks a value for the next answer, and counts it as taken; None if the schema has no choices.
+        """Picks a value that the next answer shall take, so that rare values become more frequent. Counts it as taken.
+        Returns (choice, index of the value); None if the schema has no choices (places with a fixed set of values).
 
-        Draws a choice (place with a fixed set of values) at random; those whose values were taken unevenly are more
-        probable. Returns the choice, and the index of its value that was taken least often.
+        Draws the choice at random; one whose values were taken unevenly is more probable. The value is the choice's
+        least frequent one.
         """
         if not self.choices:
             return None

@@ -36,7 +36,8 @@ class TemplateSlots:
 
     def check(self, openers: Iterable[str]) -> list[str]:
         """Raises ConfigError if a slot in the openers (first messages of simulated users) cannot be filled. Returns the
-        schema properties that have a pattern but are a slot in no opener, to warn the user."""
+        names of schema properties that have a pattern but no slot in any opener, so that the caller can warn the
+        user."""
         named = {name for opener in openers for name in SLOT.findall(opener)}
         if unknown := sorted(named - set(self._nodes)):
             raise ConfigError(

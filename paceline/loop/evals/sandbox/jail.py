@@ -212,9 +212,8 @@ def filter_calls(job: Job) -> None:
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
     """Replaces this process by the answer (the code to test), with limits; as user 65534 if `is_root`.
 
-    Three pipe ends: `word`, the answer's stdin, contains a secret word; `errors` is its stderr; `result` receives the
-    word only if the answer runs to its end.
-    """
+    Three pipe ends: `word`, the stdin, contains a secret word; `errors` is the stderr. After its last line, the program
+    writes the word to `result`. Without the word there, it exited early, which counts as a failure."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
@@ -360,7 +359,7 @@ def _size_of(folder: str) -> int:
 
 
 def warden(job: Job, is_root: bool) -> Job:
-    """Runs `job["code"]` in the sandbox; returns the fields of `Ran` (run.py). `is_root`: True if the user is root."""
+    """Runs `job["code"]` in the sandbox; returns the fields of `Ran` (run.py). `is_root`: True if started by root."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         if job["namespaces"]:
