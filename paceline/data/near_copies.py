@@ -45,8 +45,8 @@ def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def bands(threshold: float) -> tuple[int, int]:
-    """Return (number of bands, hash values per band) of a locality-sensitive hashing (LSH) index for this similarity
-    threshold. Cached, since datasketch takes 0.2 s."""
+    """Return (number of bands, hash values per band) with which a locality-sensitive hashing (LSH) index finds texts of
+    this similarity. Cached, since datasketch takes 0.2 s."""
     from datasketch import MinHashLSH
 
     index = MinHashLSH(threshold=threshold, num_perm=NUM_HASHES)

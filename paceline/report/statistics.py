@@ -27,9 +27,9 @@ FEWEST_TOKENS = 100
 
 def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
     """Return False if a measured speed-up exceeds the acceptance length `tokens_per_round` (both rounded to two
-    digits). A round costs at least one pass of the target, so its speed-up is at most its number of tokens. A higher
-    value means that other programs ran while plain decoding was timed. An unknown acceptance length (None) gives
-    True."""
+    digits). It cannot be true: a round takes at least as long as one pass of the target, so its speed-up is at most its
+    number of tokens. Other programs probably ran while plain decoding was timed. An unknown acceptance length (None)
+    gives True."""
     return tokens_per_round is None or round(speedup, 2) <= round(tokens_per_round, 2)
 
 

@@ -19,7 +19,8 @@ STATUS = 143
 
 
 class Stop:
-    """Handler of SIGTERM: ends the process, but within a `later` block only sets `is_asked`."""
+    """Handler of SIGTERM. It ends the process, except in a `later` block: there it only sets `is_asked`, so that the
+    caller can save its state first."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.is_asked = False
@@ -27,8 +28,8 @@ class Stop:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """Context manager in which SIGTERM only sets `is_asked`. The caller checks it regularly, saves its state and
-        calls `end`."""
+        """Context manager in which SIGTERM only sets `is_asked`. The caller checks this attribute regularly; if it is
+        set, the caller saves its state and calls `end`."""
         self._waits = True
         try:
             yield
@@ -51,7 +52,7 @@ class Stop:
 @contextlib.contextmanager
 def stopped_by_signal(say: Callable[[str], None]) -> Iterator[Stop]:
     """Context manager that yields a Stop, which handles SIGTERM within the block. Outside the main thread SIGTERM is
-    not handled."""
+    not handled. `say`: function that prints a line, called when the process is ended."""
     stop = Stop(say)
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -75,10 +75,11 @@ def sampled(
     groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0
 ) -> list[Finding]:
     """Checks that the server's sampled answers have the probabilities of the local model. Returns one finding per group
-    (answers with equal sampling settings), from the statistical tests of these groups.
+    (answers with equal sampling settings). `tests`: results of the statistical tests of all groups, from
+    `evidence.judged`.
 
-    `false_alarms` (probability that any test finds a fault in an honest server) and `tolerance` (rounding error of the
-    mean surprisal, in nats) are used for the report's text only."""
+    Two values are used for the report's text only. `false_alarms`: probability that any test finds a fault in an honest
+    server. `tolerance`: rounding error of the mean surprisal, in nats."""
     findings = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]
@@ -238,7 +239,7 @@ def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
     of prompt tokens if the server received the prompts as token ids.
 
     `is_rendered_there`: True if the server encoded the prompts itself. A wrong count of prompt tokens is then "not
-    judged", because the server may use another chat template."""
+    judged", because the server may use another tokenizer or chat template."""
     reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
     if not reported:

@@ -80,8 +80,8 @@ def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[s
 
 
 class Stored:
-    """Files with a teacher's log-probabilities at the tokens of documents' answers. Each file holds 128 (AT_ONCE)
-    consecutive documents."""
+    """Files with a teacher's log-probabilities at the tokens of documents' answers. Each file holds the data of 128
+    (AT_ONCE) consecutive documents."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name

@@ -102,8 +102,9 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
 
 
 def check_layers(config: StudentConfig, teacher: Path) -> None:
-    """Raises ConfigError if the layers that `config` selects cannot be copied from the model in the folder `teacher`:
-    it does not have them, or its layers work only at their original positions."""
+    """Raises ConfigError if the layers that `config` selects cannot be copied from the model in the folder `teacher`.
+    There are two reasons: it does not have them, or its layers depend on their position, so that none can be left
+    out."""
     if config.student:
         return
     shape = checkpoint.load_config(teacher)
@@ -118,12 +119,12 @@ def check_layers(config: StudentConfig, teacher: Path) -> None:
 def write_start(
     config: StudentConfig, teacher: Path, folder: Path, influence: Callable[[], Sequence[float]] | None = None
 ) -> tuple[int, ...]:
-    """Writes the untrained student in float32 to `folder`, unless an earlier call has. Returns the indices of the
-    teacher's layers copied into it; () if `config.student` names a smaller model.
+    """Writes the untrained student in float32 to `folder`; does nothing if an earlier call has written it. Returns the
+    indices of the teacher's layers copied into it; () if `config.student` names a smaller model.
 
-    `influence`: computes the influence of the teacher's layers; called only if they are chosen by influence. Raises
-    ConfigError if the student does not fit the teacher, and ModelNotFoundError, ModelFileError, UnsupportedModelError
-    or DownloadError if a model cannot be loaded.
+    `influence`: function that computes the influence of the teacher's layers; called only if `config` chooses layers by
+    influence. Raises ConfigError if the student does not fit the teacher, and ModelNotFoundError, ModelFileError,
+    UnsupportedModelError or DownloadError if a model cannot be loaded.
     """
     if (folder / LAYERS).is_file():
         return tuple(json.loads((folder / LAYERS).read_text(encoding="utf-8")))

@@ -103,7 +103,8 @@ class Clock:
         return min(1.0, max(by_time, self.step / max(1, self.num_steps)))
 
     def resume(self, step: int) -> None:
-        """Starts the clock at `step`, with the training seconds that `write` stored for it, else with 0."""
+        """Continues the training at `step`. The seconds before are those that `write` stored for this step, or 0 if it
+        stored none."""
         self.step = step
         self._before = self._times().get(str(step), 0.0)
         self._began = time.monotonic()

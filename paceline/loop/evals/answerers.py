@@ -92,7 +92,7 @@ class EndpointAnswerer:
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Returns a list of `samples` replies for each case; calls `advance` after each finished case. Raises
-        DownloadError naming the case if a request fails, see `post`."""
+        DownloadError, which names the case, if a request still fails after a retry."""
         jobs = [(case, sample) for case in cases for sample in range(samples)]
         replies: list[list[Reply]] = []
         with ThreadPoolExecutor(self.sampling.at_once) as pool:

@@ -104,7 +104,7 @@ class PricesConfig(Checked):
 
     def of_1000(self, wall_s: float, num_answers: int, prompt_tokens: int, answer_tokens: int) -> float | None:
         """Returns the price of 1,000 answers; None if no price is set, or `num_answers` is 0. The arguments are totals
-        over all answers."""
+        over the `num_answers` answers; `wall_s`: seconds that they took."""
         if not num_answers or (self.price_per_hour, self.price_in, self.price_out) == (None, None, None):
             return None
         tokens = prompt_tokens * (self.price_in or 0.0) + answer_tokens * (self.price_out or 0.0)

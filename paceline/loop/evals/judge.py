@@ -64,11 +64,11 @@ class Judge:
         return preferred, {1.0: "", 0.5: "no better than the reference", 0.0: "the reference is better"}[preferred]
 
     def prefer(self, question: str, one: str, two: str, criteria: str | None = None) -> float:
-        """Asks the judge in both orders which of two answers to a question is better. Returns 1.0 for `one`, 0.0 for
-        `two`, and 0.5 for a tie, for equal texts, or if the preference depends on the order.
+        """Asks the judge twice which of two answers to a question is better, with the answers swapped the second time.
+        Returns 1.0 for `one`, 0.0 for `two`, and 0.5 for a tie, for equal texts, or if the order decides.
 
-        `criteria`: sentence that defines a better answer [default: CRITERIA]. Raises JudgeError if the judge is down,
-        gives no verdict, or if the order decided more than 80% of at least 10 pairs judged so far.
+        `criteria`: sentence that defines a better answer [default: CRITERIA]. Raises JudgeError if the judge is down or
+        gives no verdict. Also raises it if, of at least 10 pairs so far, the order decided more than 80%.
         """
         if one.strip() == two.strip():
             return 0.5

@@ -102,8 +102,8 @@ def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | Non
 
 
 def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suite:
-    """Returns the suite. Raises PromptError if it is None or has fewer than `gates.least_cases` cases. `dropped`:
-    cases removed earlier, for the message."""
+    """Checks that a suite has at least `gates.least_cases` cases, and returns it. Raises PromptError if it has fewer,
+    or is None. `dropped`: counts of cases removed earlier, for the message."""
     number = len(suite) if suite else 0
     counts = f" ({dropped})" if dropped else ""
     if suite is None or number < gates.least_cases:

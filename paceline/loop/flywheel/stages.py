@@ -89,8 +89,8 @@ class Turn:
 
     @property
     def max_len(self) -> int:
-        """Default length limit of a training document (prompt plus answer), in tokens: that of the longest in the
-        dataset store, but at least 1024 and at most 4096."""
+        """Default length limit of a training document (prompt plus answer), in tokens. This is the length of the
+        longest one in the dataset store, raised to 1024 or lowered to 4096 if it lies outside these limits."""
         return min(max(USUAL_LEN, self.of("store")["longest"]), MOST_LEN)
 
     def line(self, what: str, state: str, **more: Any) -> None:

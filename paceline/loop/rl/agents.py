@@ -108,9 +108,9 @@ class AgentRollouts:
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
         """Runs the agent on `tasks`, pairs (task, number of attempts); returns a group of attempts per task, in order.
 
-        `place`: name of an earlier batch to repeat with its seeds, without recording it in `rollouts.figures` [default:
-        a new batch]. Raises RolloutError if an agent made no request, if all attempts failed, or if a reward is
-        invalid.
+        `place`: name of an earlier batch. Its seeds are then used again, and nothing is recorded in `rollouts.figures`
+        [default: starts a new batch]. Raises RolloutError if an agent made no request, if all attempts failed, or if a
+        reward is invalid.
         """
         is_repeated = place is not None
         place = place or self.rollouts.next_place()

@@ -54,8 +54,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Statistics of one choice (place in a JSON schema with a fixed set of values): how often and how evenly (0 to 1)
-    answers took its values."""
+    """Statistics of one choice (place in a JSON schema with a fixed set of values): how often answers took each of its
+    values, and the evenness of these counts (0 to 1, see `evenness`)."""
 
     name: str
     counts: dict[str, int]

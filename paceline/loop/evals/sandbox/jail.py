@@ -245,7 +245,7 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
 
 
 class Warden:
-    """First process (PID 1) of the sandbox: starts the answer (the code to test), enforces its limits, and kills it."""
+    """First process of the sandbox: starts the answer (the code to test), enforces its limits, and kills it."""
 
     def __init__(self, job: Job, is_root: bool) -> None:
         self.job, self.limits, self.is_root = job, job["limits"], is_root
