@@ -45,8 +45,8 @@ and their log-probabilities in nats (temperature 1, before penalties and grammar
 
 
 class Kept(Protocol):
-    """Interface of a storage for generated answers. `Regenerator` writes its answers there; after a crash, it reads
-    there where to continue."""
+    """Interface of a storage for generated answers. `Regenerator` writes its answers there. After a crash, it finds
+    there which conversations are finished and continues the others."""
 
     folder: Path
 

@@ -27,9 +27,9 @@ FEWEST_TOKENS = 100
 
 def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
     """Return False if a measured speed-up exceeds the acceptance length `tokens_per_round` (both rounded to two
-    digits). It cannot be true: a round takes at least as long as one pass of the target, so its speed-up is at most its
-    number of tokens. Other programs probably ran while plain decoding was timed. An unknown acceptance length (None)
-    gives True."""
+    digits). A round takes at least as long as one pass of the target, so a true speed-up is at most the number of
+    tokens per round. A larger one means that other programs ran while plain decoding was timed. An unknown acceptance
+    length (None) gives True."""
     return tokens_per_round is None or round(speedup, 2) <= round(tokens_per_round, 2)
 
 
@@ -54,9 +54,9 @@ def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
 
 
 def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:
-    """Return the reason not to trust a measured speed-up, or None. It is not trusted if `is_possible` is False for it,
-    or if fewer than 100 (FEWEST_TOKENS) output tokens were timed. `tokens_per_round`: acceptance length. `num_tokens`:
-    number of timed output tokens; None if unknown."""
+    """Return the reason not to trust a measured speed-up, or None. A speed-up is not trusted if it is impossible (see
+    `is_possible`), or if fewer than 100 (FEWEST_TOKENS) output tokens were timed. `tokens_per_round`: acceptance
+    length. `num_tokens`: number of timed output tokens; None if unknown."""
     if speedup is not None and not is_possible(speedup, tokens_per_round):
         return BUSY
     if num_tokens is not None and num_tokens < FEWEST_TOKENS:
@@ -167,7 +167,7 @@ def bootstrap(
 ) -> Interval:
     """Return the percentile bootstrap interval of a statistic of `items` (Efron and Tibshirani, chapter 13); (None,
     None) for fewer than two items. `figure`: function that computes the statistic of a list of items. It is called for
-    `num_draws` lists, each drawn from `items` with replacement. `level`: share of its values that lies in the
+    `num_draws` lists, each drawn from `items` with replacement. `level`: share of the computed values that lies in the
     interval."""
     if len(items) < 2:
         return None, None

@@ -103,8 +103,8 @@ class Clock:
         return min(1.0, max(by_time, self.step / max(1, self.num_steps)))
 
     def resume(self, step: int) -> None:
-        """Continues the training at `step`. The seconds before are those that `write` stored for this step, or 0 if it
-        stored none."""
+        """Continues at training step `step`. The training seconds so far are those that `write` stored for this step; 0
+        if it stored none."""
         self.step = step
         self._before = self._times().get(str(step), 0.0)
         self._began = time.monotonic()
@@ -194,8 +194,8 @@ def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor
 
 
 def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
-    """Returns the length in tokens of the longest common prefix of all rows, without padding and at most `most`.
-    Returns 0 for a single row."""
+    """Returns the length in tokens of the common prefix of all rows, at most `most`; padding does not count. Returns 0
+    for a single row."""
     if len(ids_BT) < 2:
         return 0
     differs_T = ((ids_BT != ids_BT[:1]) | (mask_BT == 0)).any(0)[:most]

@@ -128,7 +128,7 @@ class EndpointAnswerer:
 def post(client: Client, path: str, body: dict[str, Any], what: str) -> tuple[dict[str, Any], float]:
     """Sends `body` as JSON to the server's `path`; returns the response's JSON object and the seconds it took.
 
-    Retries a failed request once. Exceptions are the status codes 400, 401, 403, 404 and 422: a retry would fail, too.
+    Retries a failed request once, but not after status 400, 401, 403, 404 or 422, because a retry would fail, too.
     Raises DownloadError if there is no valid response. `what`: name of the request, for the error message.
     """
     data, stream = json.dumps(body).encode(), Stream(0.0)

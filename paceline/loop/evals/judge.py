@@ -68,7 +68,8 @@ class Judge:
         Returns 1.0 for `one`, 0.0 for `two`, and 0.5 for a tie, for equal texts, or if the order decides.
 
         `criteria`: sentence that defines a better answer [default: CRITERIA]. Raises JudgeError if the judge is down or
-        gives no verdict. Also raises it if, of at least 10 pairs so far, the order decided more than 80%.
+        gives no verdict. Also raises JudgeError, from the 10th pair on, if the order has decided more than 80% of all
+        pairs.
         """
         if one.strip() == two.strip():
             return 0.5

@@ -47,8 +47,8 @@ def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None 
     """Builds a suite from the sources of `config`.
 
     `dropped`: receives the counts, by reason, of rows that cannot become a case, and counts of row keys that are not
-    read. If it is None, the first such row raises PromptError, and such keys are logged as a warning. Raises
-    ConfigError on contradictory settings, PromptError if the sources give no case.
+    read. If it is None, the first row that cannot become a case raises PromptError, and keys that are not read are
+    logged as a warning. Raises ConfigError on contradictory settings, PromptError if the sources give no case.
     """
     counted = Dropped() if dropped is None else dropped
     cases = [case for source in config.sources for case in _cases(source, config, counted, raises=dropped is None)]

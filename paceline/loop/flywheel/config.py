@@ -156,8 +156,8 @@ class FlywheelConfig:
 
     @property
     def drafter_minutes(self) -> float | None:
-        """Minutes for each drafter, including the generation of its training answers. A quarter of the flywheel's
-        `minutes` if `drafter` sets no duration. None if the duration is set by `drafter.loop` alone."""
+        """Minutes for each drafter, including the generation of its training answers: `drafter.minutes`. If `drafter`
+        sets no duration at all, a quarter of the flywheel's `minutes`. None if only `drafter.loop` sets a duration."""
         drafter = self.drafter
         return drafter.minutes if drafter.has_length else OF_DRAFTER * self.minutes
 

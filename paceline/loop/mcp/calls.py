@@ -22,7 +22,8 @@ FILE = "calls.jsonl"
 
 @dataclass(slots=True)
 class Ending:
-    """Outcome of a tool call: "ok", "refused", "failed" (an unexpected exception), or "interrupted"."""
+    """Outcome of a tool call: "ok", "refused", "failed" (an unexpected exception), or "interrupted" (stopped before it
+    ended)."""
 
     outcome: str = "interrupted"
     why: str = ""

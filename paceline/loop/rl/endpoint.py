@@ -75,8 +75,8 @@ class Attempt:
     """Token ids of a prompt -> number of requests with it; the count is part of the next answer's seed."""
 
     def chain(self) -> list[Turn]:
-        """Returns the turns (requests of the agent) of its latest conversation, oldest first. Two turns belong to the
-        same conversation if the later prompt begins with the prompt and answer of the earlier turn."""
+        """Returns the turns (requests of the agent) of the attempt's latest conversation, oldest first. Two turns
+        belong to the same conversation if the later prompt begins with the prompt and answer of the earlier turn."""
         chain = self.turns[-1:]
         for turn in reversed(self.turns[:-1]):
             if chain[0].prompt_ids[: len(turn.tokens)] == turn.tokens:

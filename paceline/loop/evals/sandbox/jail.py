@@ -212,8 +212,8 @@ def filter_calls(job: Job) -> None:
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
     """Replaces this process by the answer (the code to test), with limits; as user 65534 if `is_root`.
 
-    Three pipe ends: `word`, the stdin, contains a secret word; `errors` is the stderr. After its last line, the program
-    writes the word to `result`. Without the word there, it exited early, which counts as a failure."""
+    Three pipe ends: `word`, the stdin, contains a secret word; `errors` is the stderr. When the answer has run to its
+    end, the word is written to `result`. If it is missing there, the answer exited early and has failed."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
