@@ -128,8 +128,8 @@ class Beside:
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:
-    """Answer the prompt `token_ids` with plain decoding, after two short warm-up answers, with drafts and without.
-    Afterwards the LLM uses its drafter again."""
+    """Answer the prompt `token_ids` with plain decoding, to compare the drafter's answer with. Two short warm-up
+    answers come first, one with drafts and one without. At the end, the LLM uses its drafter again."""
     drafter = llm.drafter
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), logprobs=None)
     llm.generate_ids([token_ids], warm_up)
@@ -142,9 +142,9 @@ def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Co
 
 
 def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Beside:
-    """Compare the answer `completion` with `plain`, the result of `answer_plainly` for the same prompt. Tokens are
-    compared only for a greedy request; `params`: the request's sampling parameters. No other request may be running,
-    because differing tokens are examined by an extra pass of the target."""
+    """Compare the answer `completion` with `plain`, the result of `answer_plainly` for the same prompt, in speed and
+    tokens. Tokens are compared only for a greedy request, because sampled answers may differ. `params`: the request's
+    sampling parameters. No other request may be running: if the tokens differ, the target runs one more pass."""
     speed = plain.stats.tokens_per_s
     parted = (
         parting(llm.target, plain.prompt_token_ids, completion.token_ids, plain.token_ids) if params.is_greedy else None

@@ -120,8 +120,8 @@ class MockConfig:
 
     @property
     def settings(self) -> list[MockSetting]:
-        """All measurements to run: each batch size with each acceptance length for chains of drafts, always including 1
-        (plain decoding), then each batch size with each tree size."""
+        """All measurements to run. First chains of drafts: each batch size with each acceptance length, to which 1
+        (plain decoding) is added. Then draft trees: each batch size with each tree size."""
         values = sorted({PLAIN, *self.tokens_per_round})
         trees, most = sorted(set(self.trees)), max(self.trees, default=0)
         expected = read_marginals(self.marginals).expected(most) if trees else []
@@ -164,8 +164,8 @@ class StepsConfig:
 
     @property
     def growth(self) -> int:
-        """Maximum number of tokens that one repetition adds to a row's cache: one untimed round, then one timed round
-        for each number of verified positions from 1 to `max_positions`."""
+        """Maximum number of tokens that one repetition adds to a row's cache. A repetition has one untimed round, and
+        one timed round for each number of verified positions from 1 to `max_positions`."""
         return int((self.max_positions + 2) * (self.tokens_per_round + 1))
 
     @property

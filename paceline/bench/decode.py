@@ -235,9 +235,8 @@ def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]
     """Return (speed-up of the passes `ours` over `theirs`, its 95% bootstrap interval over prompts). Both lists have
     one pass per repetition. The speed-up is the median over repetitions of the ratio of tokens per second.
 
-    Tokens per second of a pass cannot be resampled by prompt, because answers run in parallel. The interval is
-    therefore computed for the ratio of total tokens over the sum of the answers' times, and then scaled to the
-    speed-up."""
+    The bootstrap needs the time of each prompt, but answers run in parallel: their times sum to more than the pass. The
+    interval is therefore computed for the ratio of total tokens over this sum, and then scaled to the speed-up."""
     ratios = [
         one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s
     ]
@@ -294,9 +293,9 @@ def set_figures(bench: Bench) -> dict[str, Any]:
 
     Figures of the answers with the last drafter in the options, at the smallest batch size:
 
-    - "looping": per temperature, the share of answers that end in a repetition ("looping_share"), and the acceptance
-      length of all others ("without_loops")
-    - "looping_share": the share at the lowest temperature
+    - "looping": a dict for each temperature. Its "looping_share" is the share of answers that end in a repetition, its
+      "without_loops" the acceptance length of the other answers
+    - "looping_share": the one of the lowest temperature
     - "by_context": acceptance length by context length, at the lowest temperature
     - "texts": some answers of each temperature"""
     config = bench.config

@@ -56,12 +56,12 @@ class PromptSet:
 
 
 def read_sets(sources: tuple[str, ...], limit: int | None, tags: Sequence[str] = ()) -> list[PromptSet]:
-    """Read one prompt set from each source, a file or data set id, or the built-in set without sources. `limit`: use
-    only the first prompts of each source. A set is named after its file, or by its full path if two files have the same
-    name.
+    """Read one prompt set from each source, a file or data set id. Without sources, return the built-in set. `limit`:
+    use only the first prompts of each source. A set is named after its file, or by its full path if two files have the
+    same name.
 
-    `tags`: read only rows (of traces or stores) with one of these tags. Raises ConfigError for tags without sources or
-    missing from a source, and PromptError if a source cannot be read."""
+    `tags`: read only requests (of traces or stores) with one of these tags. Raises ConfigError if there are tags
+    without sources, or a source does not have a tag, and PromptError if a source cannot be read."""
     if not sources:
         refuse(ConfigError, (bool(tags), "--tag selects among traces: give them with --prompts"))
         return [PromptSet(BUILTIN, BUILTIN, read_prompts(BUILTIN_PROMPTS, limit))]
@@ -106,9 +106,9 @@ class Evaluation:
 
     @classmethod
     def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
-        """Return the evaluation stored in the folder `out`, or start a new one in `out` or, if it is None, in a new run
-        folder. `sources`: files or ids of the prompt sets, for the settings of a new run folder. Raises ConfigError if
-        the stored evaluation is damaged, or its settings differ from `settings`."""
+        """Return the evaluation that is stored in the folder `out`, to continue it. Otherwise start a new one, in `out`
+        or, if `out` is None, in a new run folder. `sources`: files or ids of the prompt sets, noted in a new run
+        folder. Raises ConfigError if the stored evaluation is damaged, or its settings differ from `settings`."""
         if out and (out / EVALUATION).is_file():
             saved = read_json(out / EVALUATION, "choose another --out")
             if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
@@ -181,17 +181,20 @@ def evaluate(
     shows_context: bool = False,
     progress: Progress = SILENT,
 ) -> Evaluation:
-    """Evaluate a drafter on prompt sets, and return all results stored in the run folder `out`. Sets with results there
-    are skipped; the model is loaded only if a set is left.
+    """Evaluate a drafter on prompt sets, and return all results stored in the run folder. Sets that already have
+    results in this folder are skipped; the model is loaded only if a set is left.
 
-    `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `tags`:
-    use only requests, from traces or stores, with one of these tags. `config`: its drafters are ignored. `engine`: its
-    drafter, num_drafted and max_batch are ignored. `out`: a new folder, that of an earlier evaluation, which is
-    continued, or that of a training run [default: runs/evaluate-<time>]. `shows_context`: also report the acceptance
-    length by context length.
+    - `prompts`: files or data set ids [default: the built-in set].
+    - `config`: options of the measurement; its drafters are ignored.
+    - `engine`: options of the engine; its drafter, num_drafted and max_batch are ignored.
+    - `limit`: use only the first prompts of each set.
+    - `out`: the run folder [default: runs/evaluate-<time>]. It may be new, or that of a training run. If it is the
+      folder of an earlier evaluation, that evaluation is continued.
+    - `tags`: use only requests, from traces or stores, with one of these tags.
+    - `shows_context`: also report the acceptance length by context length.
 
     Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, and ConfigError for a tag that no
-    request has, or if `out` has results with other settings."""
+    request has, or if the run folder has results with other settings."""
     config = evaluation_config(drafter, config or BenchConfig())
     engine = replace(engine or EngineConfig(), drafter="none", num_drafted=None, max_batch=max(config.batches))
     sets = read_sets(tuple(prompts), limit, tags)

@@ -45,8 +45,8 @@ def mocked_engine(
     `num_nodes`: drafts per tree; 0 for chains of drafts. `acceptance`: for chains the mean tokens per round, bonus
     token included; for trees marginals (how often the candidate of each rank is accepted at each draft position).
 
-    `device_rounds`: True runs each whole round as one CUDA graph, or raises ConfigError if the target does not support
-    this. None does so if the target's passes run as CUDA graphs."""
+    `device_rounds`: True runs each whole round as one CUDA graph; False does not. None decides by the target: True if
+    its passes run as CUDA graphs. Raises ConfigError for True if the target does not support it."""
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(acceptance, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)
@@ -65,8 +65,9 @@ def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a benchmark, with equal token ids for all compared drafters and engines. A conversation becomes
-    one request per user message, each with the conversation up to the end of that message."""
+    """One request of a benchmark. Its prompt is stored as token ids, so that all compared drafters and engines get the
+    same tokens. A conversation becomes one request per user message, each with the conversation up to the end of that
+    message."""
 
     name: str
     token_ids: list[int]
@@ -257,9 +258,10 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
 
 
 def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """Find the first difference between two answers, `ours` and `theirs`, to one prompt. Returns (number of equal
-    tokens before it, difference of the target's two largest logits there: small for a near-tie), or None for equal
-    answers. No request may be running, because one more pass of the target is needed."""
+    """Find the first difference between two answers, `ours` and `theirs`, to one prompt. Returns None for equal
+    answers, else (number of equal tokens before the difference, gap). The gap is the difference between the target's
+    two largest logits at this position; a small gap is a near-tie. No request may be running, because the target runs
+    one more pass."""
     index = first_difference(ours, theirs)
     if index is None:
         return None

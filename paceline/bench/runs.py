@@ -236,8 +236,13 @@ def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, 
 
 
 def raw_runs(bench: Bench) -> list[dict[str, Any]]:
-    """Return one dict per pass over the requests: its setting, "repetition", seconds by stage ("wall_s", "prefill_s",
-    ...), and "answers", a list of the answers' numbers of tokens, rounds and accepted drafts, and seconds."""
+    """Return the raw measurements: one dict per pass over the requests. It has these keys:
+
+    - "drafter", "batch", "temperature": the setting;
+    - "repetition": number of the repetition, from 0;
+    - "wall_s", "prefill_s", "draft_s", "verify_s": seconds of the pass and of its stages;
+    - "num_passes": number of the target's passes for decoding;
+    - "answers": a dict for each answer, with its numbers of tokens, rounds and accepted drafts, and its seconds."""
     return [
         {
             **asdict(setting),

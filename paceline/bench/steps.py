@@ -48,11 +48,11 @@ Size = tuple[int, int]
 
 
 class FilledDrafter(Drafter):
-    """Runs another drafter (`inner`) at its full cost, but replaces its drafts by random tokens. All other attributes
-    are those of `inner`.
+    """Runs another drafter (`inner`) at its full cost, but replaces its drafts by random tokens, so that a drafter with
+    random weights can be timed, too. All other attributes are those of `inner`.
 
-    A drafter with random weights would repeat one token, and a mixture of experts would then read the same few experts
-    every time."""
+    The reason: such a drafter would repeat one token. A mixture of experts would then read the same few experts for all
+    drafts, and its measured times would be too short."""
 
     is_instant = False
 
@@ -209,8 +209,8 @@ def table(times: dict[Size, list[float]]) -> list[list[float]]:
 
 
 def spread(times: dict[Size, list[float]]) -> float:
-    """Return the relative noise of repeated measurements (0.1 is 10%): the median over sizes of the interquartile range
-    divided by the median. 0.0 if nothing was repeated."""
+    """Return the relative noise of repeated measurements (0.1 is 10%). The noise at one size is the interquartile range
+    divided by the median time; the result is the median over all sizes. 0.0 if nothing was repeated."""
     shares = []
     for runs in times.values():
         if len(runs) > 1:

@@ -85,10 +85,11 @@ def adapt_gate(
 ) -> None:
     """Judge whether a drafter may replace the serving one.
 
-    Compares the acceptance and speed of both drafters on stored requests. The new drafter must be faster on the named
-    class of similar requests (--cluster; if several are named, on all their requests together). It must not lose too
-    much on any other class, nor on one of several named ones. If it fails only by such a loss, a blend of both
-    drafters' weights is judged, too. Exit status 0: passed, 3: not passed, 2: an error.
+    Compares the acceptance and speed of both drafters on stored requests. Two conditions must hold. First, the new
+    drafter is faster on the class of similar requests that --cluster names; if it names several, on all of them
+    together. Second, its loss of speed is small on each other class and, if several are named, on each of these. If
+    only the second condition fails, blends of both drafters' weights are judged too. Exit status 0: passed, 3: not
+    passed, 2: an error.
 
     Examples:
       paceline adapt gate runs/mine/drafter --traces traces \\

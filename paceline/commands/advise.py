@@ -65,7 +65,7 @@ def advise(
     """Decide whether a drafter of your own is worth it.
 
     The first line of the output is the decision. Then come the speed-up to expect from a drafter trained on your own
-    traffic, with the range that holds for nine of ten workloads; the number of answers and the hours that training
+    traffic, with the range in which nine of ten workloads lie; the number of answers and the hours that training
     needs; and when it pays off. No weights and no GPU are needed.
 
     The number of recorded answers comes from the traces. The acceptance length today comes from the traces or, if these

@@ -79,7 +79,7 @@ SECTIONS: dict[str, dict[str, Entry]] = {
             log="Show observations, decisions and actions by hour.",
             gate="Judge whether a drafter may replace the serving one.",
         ),
-        "mcp": Entry("mcp", "Let an agent operate adapt within its gates, over MCP."),
+        "mcp": Entry("mcp", "Let an AI agent adapt a server's drafter, over MCP."),
         "store": _group(
             "store",
             "Keep traffic in one place, for training and evals.",
@@ -87,7 +87,7 @@ SECTIONS: dict[str, dict[str, Entry]] = {
             show="Show the contents of a store, and its versions.",
             split="Redraw the split between training and evals.",
             label="Attach the scores of an evals run to stored rows.",
-            forget="Delete matching rows everywhere, for good.",
+            forget="Delete every conversation that matches a pattern.",
         ),
     },
     "Own your model": {

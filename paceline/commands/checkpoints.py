@@ -57,9 +57,9 @@ def export(
     Every paceline command reads these formats directly; export is for other programs. Settings of the drafter that a
     format cannot express are reported.
 
-    A drafter with a draft vocabulary (part of the target's tokens) is written in vLLM's way, as the tensors d2t, t2d
-    and lm_head. If the drafter has no lm_head of its own, rows of the target's are copied: --model names the target.
-    For such a drafter without --model, the format speculators gives an error, and z-lab omits the draft vocabulary.
+    A drafter with a draft vocabulary (part of the target's tokens) is written with the tensors d2t, t2d and lm_head,
+    which vLLM reads. If the drafter has no lm_head of its own, rows of the target's are copied, which needs --model.
+    Without --model, the format speculators then gives an error, and z-lab omits the draft vocabulary.
 
     The format gguf copies the target's tokenizer if --model is a GGUF file; llama.cpp does not load the drafter without
     the tokenizer.

@@ -43,7 +43,7 @@ def evaluate(
     """Measure a drafter in the real engine, set by set.
 
     Answers each set of prompts with plain decoding and with the drafter. Reports acceptance length, survival by draft
-    position and speed-up for each set, and checks whether the texts are equal.
+    position and speed-up for each set, and checks whether both give equal texts.
 
     Examples:
       paceline evaluate runs/mine/drafter --prompts questions.jsonl --limit 20

@@ -32,10 +32,11 @@ def mcp(
     deploy: Annotated[DeployConfig, Only("servers", "admin_key", "patience_s"), SERVER],
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Let an agent operate adapt within its gates, over MCP.
+    """Let an AI agent adapt a server's drafter, over MCP.
 
-    Runs an MCP server whose tools let an AI agent adapt a paceline server's drafter to its traffic: traffic, propose,
-    train, score, gate, status, roll_out, roll_back, read_log. It listens on loopback and needs a key.
+    Runs an MCP server, which listens on loopback and needs a key. With its tools, an agent looks at a paceline server's
+    traffic, trains a drafter for it, tests the drafter and loads it into the server. The tools are traffic, propose,
+    train, score, gate, status, roll_out, roll_back and read_log.
 
     Model, folders, server and thresholds are set by this command's options, and no tool can change them or use other
     files. A drafter is rolled out only if it passed the gate, a test on stored requests. All calls are logged in

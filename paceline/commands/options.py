@@ -254,7 +254,8 @@ def _note_threads(threads: int) -> None:
 
 
 def given(context: typer.Context, *sources: str) -> list[str]:
-    """Return the names of parameters set by one of `sources`: click's COMMANDLINE or DEFAULT_MAP (a --config file)."""
+    """Return the names of parameters whose values come from one of `sources`. These are click's names: "COMMANDLINE",
+    or "DEFAULT_MAP" for a --config file."""
     origins = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, origin in origins.items() if origin is not None and origin.name in sources]
 
@@ -320,9 +321,9 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 
 @contextlib.contextmanager
 def named(names: dict[str, str], also: str = "") -> Iterator[None]:
-    """Context manager that replaces field names by option names in messages of PacelineErrors. `names`: field ->
-    option. Only names with an underscore and outside file paths are replaced; others may be ordinary words. `also`:
-    regular expression that ends in "|"; a name that it matches is always replaced."""
+    """Context manager that replaces field names by option names in the messages of PacelineErrors. `names`: field ->
+    option. A name without an underscore is not replaced, because it may be an ordinary word; nor is a name in a file
+    path. `also`: regular expression that ends in "|"; a name that it matches is replaced in any case."""
     try:
         yield
     except PacelineError as error:

@@ -177,7 +177,7 @@ def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
 def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
     """Load the model for a command that runs one request at a time, and print what was loaded. `word`: a model name
     given as an argument, used if `engine` has the default model. `more`: further arguments of `LLM.of`. Raises
-    ConfigError if more drafts are to be accepted (mocked acceptance) than the drafter makes per round."""
+    ConfigError if mocked acceptance accepts more drafts per round than the drafter makes."""
     named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
     starting(named.model)
     from paceline.engine.llm import LLM
@@ -192,7 +192,8 @@ def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
 
 
 def is_named(engine: EngineConfig) -> bool:
-    """Return True if `engine.model` is not the default model; the option --model then counts as given."""
+    """Return True if the user chose a model with --model, which is assumed if `engine.model` is not the default
+    model."""
     return engine.model != EngineConfig().model
 
 

@@ -223,7 +223,7 @@ def _bar(prediction: Prediction, length: int, speedup: float) -> str:
 
 
 def print_notes(setup: Setup, *, stderr: bool) -> None:
-    """Print a prediction's assumptions and warnings, and two effects that it leaves out, to stdout or `stderr`."""
+    """Print to stdout or `stderr` a prediction's assumptions, warnings and first two limits; count its other limits."""
     lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
     lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:2])]  # the same after each answer
     if left := setup.limits[2:]:

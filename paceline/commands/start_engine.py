@@ -28,8 +28,9 @@ def _given(context: typer.Context | None) -> list[str]:
 
 
 def check_own(words: Sequence[str], context: typer.Context | None) -> None:
-    """Check a call of `serve` without --engine. Raises ConfigError for options of vLLM and SGLang only (OTHERS), or any
-    `words` after `--`. `context`: click's context of the command; None if called from Python."""
+    """Check a call of `serve` without --engine, which uses paceline's own engine. Raises ConfigError for arguments that
+    are only for vLLM and SGLang: `words` (options after `--`), or one of their own options such as --check. `context`:
+    click's context of the command; None if called from Python."""
     refuse(
         ConfigError,
         (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too"),

@@ -35,7 +35,7 @@ def store_add(
 ) -> dict[str, Any]:
     """Add traces and answers to a store, without duplicates.
 
-    Each conversation is assigned to one side: training or evals.
+    Each conversation is assigned to one of two sides: training, or evals (held out for evaluation).
 
     Examples:
       paceline store add store traces --model smollm2-135m
@@ -139,10 +139,14 @@ def store_forget(
     ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Delete matching rows everywhere, for good.
+    """Delete every conversation that matches a pattern.
 
-    Deletes matching conversations from the stored data, with their labels and the suite cases made from them. If the
-    same rows are added again later, they are rejected.
+    A conversation is deleted if --match matches its prompt, an answer, its tag, its source or its sampling settings.
+    Its scores and the test cases of eval suites made from it are deleted too. This cannot be undone. Deleted answers
+    are rejected if they are added again.
+
+    The files that were added to the store are not changed, and those with matching rows are listed. With --sources,
+    these rows are deleted from them too.
 
     Examples:
       paceline store forget store --match "jane@example\\.com" --sources

@@ -114,8 +114,8 @@ def train(
 
 
 def kept_files(run: Path) -> list[str]:
-    """Return a list with one sentence, which names a run's folders of checkpoints and features, with their size: they
-    may be deleted if the run shall not be resumed. Without such folders the list is empty."""
+    """Return a sentence that names the folders of checkpoints and features of a run, with their size. They may be
+    deleted, unless the run shall be resumed. The sentence is in a list, which is empty without such folders."""
     names = [
         path.name
         for path in sorted(run.iterdir())

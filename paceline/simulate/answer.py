@@ -80,7 +80,8 @@ class Setup:
     """Sentence that lists the assumed default values (`simulate/assumed.py`)."""
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
-        """Adds a warning if `config` sets any of the options `names`, which have no effect with this kind of costs.
+        """Adds a warning if `config` sets any of the options `names`, which the chosen cost model (`kind`) does not
+        use.
         Returns the setup itself."""
         if given := given_of(config, *names):
             self.warnings.append(f"{', '.join(given)} has no effect here: the {self.kind} model knows better")
@@ -89,8 +90,8 @@ class Setup:
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     """Returns the round costs, model, machine and warnings that `config` selects. `loads`: batch sizes and context
-    lengths to predict. An overhead (seconds added to every round) is determined at the first load's context length.
-    Raises PacelineError for an unknown or invalid model, machine, option or file."""
+    lengths to predict. An overhead (seconds added to every round) is computed at the context length of `loads[0]` and
+    used for all loads. Raises PacelineError for an unknown or invalid model, machine, option or file."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -151,9 +152,9 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
-    """Returns the machine, number formats, number of GPUs and expert locality that `config` sets. The other arguments
-    are defaults: `measured` (machine; None measures this computer), `known` (number formats), `locality` (expert
-    locality: 0 if each position selects its experts independently, 1 if all positions of a sequence share them)."""
+    """Returns the machine, number formats, number of GPUs and expert locality that `config` sets. Defaults: the machine
+    `measured` (None: this computer), the number formats `known`, and the expert locality `locality` (0: each position
+    selects its experts independently; 1: all positions of a sequence share them)."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
@@ -320,8 +321,8 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """Results of a simulated server: one for each load and policy (rule for the number of drafts). A replay has one for
-    each load and `speculate` setting of the recorded run instead."""
+    """Results of a simulated server. A simulation has one result for each load and policy (rule for the number of
+    drafts), in `loads`. A replay of a recorded run has one for each load and `speculate` setting, in `compared`."""
 
     setup: Setup
     server: ServerShape
@@ -333,8 +334,8 @@ class ServerAnswer:
 
     @property
     def num_within(self) -> int:
-        """Number of results in `compared` with an error of at most 10% in tokens per second, and of at most 30% in the
-        median time to the first token."""
+        """Number of results of a replay (`compared`) that are close to the measured ones: at most 10% off in tokens per
+        second, and at most 30% off in the median time to the first token."""
         return sum(each.is_within for each in self.compared)
 
     def as_json(self, config: ServingConfig) -> dict[str, Any]:

@@ -17,9 +17,9 @@ ACCEPTANCE = "0.8"
 
 
 def assumed(context: float = CONTEXT, streams: str | int = STREAMS, acceptance: str = ACCEPTANCE) -> str:
-    """Returns a sentence that lists a prediction's assumptions, with the default where a value differs from it.
-    `context`: cached tokens per sequence; `streams`: number of sequences that decode together; `acceptance`: as
-    text."""
+    """Returns a sentence that lists a prediction's assumptions. If a value differs from its default, the sentence also
+    names the default. `context`: cached tokens per sequence; `streams`: number of sequences that decode together;
+    `acceptance`: a text such as "0.8"."""
     parts = [
         _part(f"{context:,.0f} tokens of context", context != CONTEXT, f"{CONTEXT:,}"),
         _part(

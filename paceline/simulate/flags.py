@@ -38,8 +38,9 @@ class Serving:
 
 def server_flags(serving: Serving) -> dict[str, str]:
     """Returns server name (paceline, vllm, sglang) -> command line that serves the model with the drafter and number of
-    drafts in `serving`; 0 drafts mean plain decoding. If paceline cannot run the model, or for several GPUs, a remark
-    replaces paceline's command line. Block sizes in command lines include the last accepted token (drafts + 1)."""
+    drafts in `serving`; 0 drafts mean plain decoding. If paceline cannot run the model, or for several GPUs, a sentence
+    with the reason replaces paceline's command line. SGLang's --speculative-num-draft-tokens is drafts + 1, because
+    SGLang also counts the last accepted token."""
     method, drafts = METHODS[serving.method], serving.num_drafted
     checkpoint = {"model": serving.drafter} if method["model"] else {}
     config = {"method": method["vllm"], **checkpoint, "num_speculative_tokens": drafts, **method.get("vllm_more", {})}

@@ -163,9 +163,11 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """Returns the number of distinct experts (of 256, 8 per position) that a layer reads for consecutive positions. A
-    row: (positions; measured number; number predicted if positions select independently; number predicted with
-    MEASURED_LOCALITY, which was fitted to these measurements)."""
+    """Returns how many distinct experts a layer reads for several consecutive positions, measured and predicted. The
+    layer has 256 experts, of which each position selects 8.
+
+    An entry is (number of positions, measured number, number predicted if positions select independently, number
+    predicted with MEASURED_LOCALITY). MEASURED_LOCALITY was fitted to these measurements."""
     table, distinct = TOLD["experts"], partial(distinct_experts, 256, 8, 1)
     return [
         (positions, measured, distinct(positions), distinct(positions, MEASURED_LOCALITY))

@@ -71,8 +71,10 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 
 
 def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
-    """Returns those of these sentences on the acceptance data that apply: one chance is used for all drafts; or else,
-    `load` has more draft positions than the data, and the data come from a number of recorded rounds."""
+    """Returns sentences that warn of limits of the acceptance data.
+
+    - If acceptance is a constant: one sentence, that all drafts have the same chance.
+    - Otherwise: one if `load` has more draft positions than the data, and one if the data come from recorded rounds."""
     if acceptance.kind == "constant":
         return [TEXTS["constant"]]
     limits = []
@@ -93,9 +95,9 @@ def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Loa
 
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:
-    """Returns a warning if weights and caches (`need`) do not fit into memory, else None. The warning names the
-    smallest number of GPUs with enough memory. With `shape`, this number can also divide the attention heads, if there
-    is such a number."""
+    """Returns a warning if weights and caches (`need`) do not fit into memory, else None. The warning recommends the
+    smallest number of GPUs with enough memory. If `shape` is given, the recommended number also divides the attention
+    heads evenly, unless no number does both."""
     if need.fits:
         return None
     weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes

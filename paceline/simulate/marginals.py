@@ -25,12 +25,13 @@ REMEDY = (
 
 
 def built_in() -> dict[str, dict[str, Any]]:
-    """Returns name -> recorded counts of a drafter's candidates, built into paceline. A record has these keys:
+    """Returns name -> record, for the records built into paceline. A record has counts of how often the candidates of a
+    drafter were the target's token:
 
     - "about": description of the record;
-    - "tried": for each draft position, number of rounds in which the top candidates of all earlier positions were
-      right;
-    - "stood": for each draft position and candidate rank, number of these rounds in which this candidate was the
+    - "tried": by draft position, number of rounds in which the top candidate of every earlier position was the target's
+      token;
+    - "stood": by draft position and candidate rank, number of the "tried" rounds in which this candidate was the
       target's token."""
     return read_json(BUILT_IN, "install paceline again")
 

@@ -51,8 +51,8 @@ LEAST_RATE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Figures of one interval of a server's log. Saved metrics have no intervals: their figures are means over the
-    whole time."""
+    """Decoding speed and acceptance in one interval of a server's log. Saved metrics have no intervals: their values
+    are means since the server's start."""
 
     running: int
     """Number of requests that decoded together."""
@@ -89,13 +89,14 @@ class Seen:
 
 
 def is_server_text(text: str) -> bool:
-    """True if `text`, or the beginning of a file, looks like a log or metrics that `parse_server` reads."""
+    """True if `text` looks like a log or metrics that `parse_server` reads. `text` may be the first part of a file."""
     return any(mark in text for mark in (*PREFIXES, "Avg generation throughput:", "Decode batch"))
 
 
 def read_server(file: Path, model: str | None = None) -> Seen:
-    """Reads a server's log, or the saved text of GET /metrics. `file` may also be FILE:MODEL, and `model` selects one
-    of several models. Raises ConfigError if the file cannot be read, or has no line of a known form."""
+    """Reads a server's log, or the saved text of GET /metrics. Metrics of several models need the name of one: `model`,
+    or FILE:MODEL as `file`, which takes precedence. Raises ConfigError if the file cannot be read, or has no line of a
+    known form."""
     path, name = with_name(str(file))
     file, model = Path(path), name or model
     with reraised(

@@ -38,8 +38,8 @@ DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance chances by draft position, each given that all earlier drafts of the round are accepted. Positions
-    beyond the last one given have its chance too. Raises ConfigError for chances outside 0..1."""
+    """Acceptance chances by draft position, each given that all earlier drafts of the round are accepted. The last
+    chance also holds for all later positions. Raises ConfigError for chances outside 0..1."""
 
     conditional: tuple[float, ...]
     """conditional[i - 1]: chance that draft i is accepted if all earlier ones are."""
@@ -58,7 +58,7 @@ class Acceptance:
 
     @property
     def depth(self) -> int:
-        """Number of draft positions with a chance of their own; 0 for a constant, which holds for every position."""
+        """Number of draft positions with a chance of their own; 0 if one constant chance holds for all positions."""
         return 0 if self.kind == "constant" else len(self.conditional)
 
     def at(self, place: int) -> float:
@@ -184,8 +184,10 @@ def _numbers(text: str, whole: str) -> list[float]:
 
 def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
     """Reads the acceptance from results of bench decode or evaluate, from traces, or from a server's log. `path`: the
-    file or, except for a log, its folder. `drafter`: in results, the drafter to use ("" selects the one with the most
-    tokens per round); in a log, the model. Raises ConfigError for any other file."""
+    file; results and traces may also be given as their folder. Raises ConfigError for any other file.
+
+    `drafter`: in results, the drafter to use; "" selects the one with the most tokens per round. In a log, the
+    model."""
     named = [path / "results.json", path / "evaluation.json"]
     stored = [file for file in named if file.exists()] or sorted(path.glob("*.parquet"))
     files = (stored or named) if path.is_dir() else [path]
@@ -262,7 +264,8 @@ class Load(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Best draft length and speed-up that are predicted for a changed acceptance."""
+    """Prediction for a changed acceptance: best draft length and speed-up if `points` is added to every acceptance
+    chance."""
 
     points: float
     """Number added to every acceptance chance; 0.01 is one percentage point."""
@@ -306,9 +309,12 @@ def best(points: list[tuple[int, float]]) -> tuple[int, float]:
 
 
 def most_drafts(costs: StepCosts, wanted: int) -> int:
-    """Returns the largest number of drafts per round to consider: `wanted` or, if less, the drafter's limit. The limit
-    is the largest measured number of drafts, or the block of a drafter of several tokens per pass. A drafter of one
-    token per pass has no limit."""
+    """Returns the largest number of drafts per round to consider: `wanted` or, if less, the drafter's limit in `costs`.
+    The limit depends on the drafter:
+
+    - with measured times: the largest measured number of drafts;
+    - if one pass drafts a block of several tokens: the size of the block;
+    - if one pass drafts one token: no limit."""
     if isinstance(costs, MeasuredCosts) and costs.draft:
         return min(wanted, costs.max_draft or wanted)
     drafter = costs.drafter if isinstance(costs, MeasuredCosts | RooflineCosts) else NO_COST

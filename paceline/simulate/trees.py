@@ -38,8 +38,8 @@ class TreePoint:
 
 @dataclass(frozen=True, slots=True)
 class TreePrediction:
-    """Predictions of draft trees for one load, for the best tree size and the requested ones. They are compared with
-    the best chain (drafts without branches)."""
+    """Predictions of draft trees for one load: of the best tree size, and of the requested sizes. Each prediction
+    includes the comparison with the best chain (drafts without branches)."""
 
     batch: int
     best_nodes: int

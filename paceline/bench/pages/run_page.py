@@ -80,7 +80,8 @@ def table(results: list[Result]) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """Content of a run folder: settings, training metrics, and results of decoding. Each `Line` is one JSON object."""
+    """Content of a run folder: settings, training metrics, and results of decoding. A `Line` is the dict of one JSON
+    object."""
 
     path: Path
     config: Line = field(default_factory=dict)
@@ -159,12 +160,12 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """Return a curve as (x values, y values), with one point for each entry of a training log. `lines`: these entries.
-    x is the entry's value of the key `over` (by default the number of blocks trained on so far), y its value of `key`.
-    Entries without one of the two are left out.
+    """Return a curve from a training log as (x values, y values), with one point for each log entry in `lines`. `over`:
+    the entry's key for x, by default the number of blocks trained on so far. `key`: its key for y. Entries without one
+    of the two are left out.
 
-    `kind`: "" reads y from the entry itself; "heldout" and "ood" read it from the results on held-out and out-of-domain
-    prompts, a dict under this key."""
+    `kind`: dict of the entry that has the key for y: "heldout" or "ood" (results on held-out or out-of-domain prompts);
+    "" for the entry itself."""
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]

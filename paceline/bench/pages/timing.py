@@ -210,8 +210,9 @@ def record(
 
 
 def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
-    """Return the tokens of a finished sequence, each with its text, its seconds after the request's arrival, and its
-    round. `detokenizer`: a new one. `drafter`: the drafter's name, stored with the result."""
+    """Return the tokens of a finished sequence, each with its text, its seconds after the request's arrival, and the
+    number of its round. `detokenizer`: a streaming detokenizer that has not been used yet. `drafter`: the drafter's
+    name, stored with the result."""
     ids = sequence.output_ids
     origins = [(0, False)]
     for number, one in enumerate(sequence.rounds, start=1):

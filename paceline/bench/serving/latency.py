@@ -101,9 +101,9 @@ def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
 
     "connect" and "send" are measured by the client. The other parts depend on what the server reports:
 
-    - A paceline server reports its `timings` (`serve/http/clock.py`). Time in no other part is "unattributed".
+    - A paceline server reports its `timings` (`serve/http/clock.py`). Time that these do not explain is "unattributed".
     - llama.cpp's server reports `prompt_ms` ("prefill") and `predicted_ms` ("verify"). The rest is "untold".
-    - Other servers report nothing: the rest is "untold"."""
+    - Other servers report no times. All time after sending is "untold"."""
     timings = answer.timings
     connect_s, send_s = stream.connected_s - stream.sent_s, stream.written_s - stream.connected_s
     wait_s, rest_s = stream.headers_s - stream.written_s, stream.ended_s - stream.headers_s
@@ -154,8 +154,8 @@ class LatencyResult:
 
 @dataclass(slots=True)
 class Pair:
-    """Comparison of the contender `arm` with the first contender, `against`, on the same requests. `part` names the
-    compared time: "total", "communication", "host", "prefill" or "decode"."""
+    """Comparison of one contender (server) with the first contender, on the same requests. `arm` and `against` are the
+    names of the two. `part` names the compared time: "total", "communication", "host", "prefill" or "decode"."""
 
     workload: str
     arm: str
@@ -192,9 +192,10 @@ class LatencyBench:
         return self.config.repeat * len(self.arms) * sum(len(workload.requests) for workload in self.workloads)
 
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
-        """Send all workloads `repeat` times, after one short warm-up request per workload and contender. The contenders
-        get the same few requests in turns. `on_answer` gets the names of workload and contender after each answer.
-        Raises ConfigError if a warm-up request fails."""
+        """Send all workloads to all contenders `repeat` times, after one short warm-up request per workload and
+        contender. The contenders take turns: each gets the same few requests before all go on to the next few.
+        `on_answer` gets the names of workload and contender after each answer. Raises ConfigError if a warm-up request
+        fails."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:
@@ -357,8 +358,8 @@ def _result(workload: str, arm: str, answers: list[Measured]) -> LatencyResult:
 
 
 def bar_of(answers: Sequence[Measured], share: float) -> dict[str, float]:
-    """Return segment, such as "prefill", -> mean seconds, over the answers near the percentile `share` of total time
-    (0.5 is the median); 0.0 without answers."""
+    """Return one bar of the latency chart, as a dict: segment (such as "prefill") -> mean seconds. The mean is over the
+    answers whose total time is near the percentile `share` (0.5 is the median). All values are 0.0 without answers."""
     ordered = sorted(answers, key=lambda answer: answer.total_s)
     middle, width = share * (len(ordered) - 1), max(NEAR * len(ordered), 0.5)
     near = [answer for place, answer in enumerate(ordered) if abs(place - middle) <= width]

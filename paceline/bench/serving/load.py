@@ -43,8 +43,8 @@ OPEN_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A server to compare with others, or one of several settings of the same server, selected by fields of the
-    request."""
+    """One of the things that a benchmark compares: a server, or a server with certain request fields. With different
+    `fields`, such as `speculate`, one server can be several contenders."""
 
     name: str
     client: Client
@@ -273,9 +273,11 @@ def send_all(
     on_answer: Callable[[], None],
 ) -> list[Stream]:
     """Send requests, each an (API path, JSON body) pair, and return their responses in the same order. `on_answer`:
-    called after each response. Without `due` (closed loop), `concurrency` requests are in flight at any time. `due`
-    (open loop) has the time to send each request, a value of time.perf_counter; requests do not wait for earlier
-    ones."""
+    called after each response.
+
+    - Closed loop (`due` is None): `concurrency` requests are in flight at any time.
+    - Open loop: `due` has the time to send each request, a value of time.perf_counter. Requests do not wait for earlier
+      ones, and `concurrency` is ignored."""
 
     def send(index: int, due_s: float | None = None) -> Stream:
         stream = client.post(*requests[index], due_s)
@@ -315,7 +317,8 @@ def _identical(passes: list[Pass], baseline: list[Pass]) -> float | None:
 
 def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
     """Parse the streamed response to a chat or text completion. A failed, invalid or incomplete response gives an
-    Answer with `error`. `began_s`: start of the pass, a value of time.perf_counter, from which `due_s` is counted."""
+    Answer with `error`. `began_s`: start of the pass, a value of time.perf_counter; the result's `due_s` is relative to
+    it."""
     if stream.failure:
         return Answer(error=stream.failure)
     if stream.status != 200:

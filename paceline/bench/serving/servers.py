@@ -125,12 +125,14 @@ def _speedup_cell(result: ServingResult) -> str | None:
 
 
 def key_of(file: Path | None) -> str | None:
-    """Return the first API key in `file` or the environment, or None. It is no setting: those are stored in the run."""
+    """Return the API key for the servers: the first one in `file` or, without a file, in the environment variable
+    PACELINE_API_KEY; None without both. The key is kept out of the settings, because these are stored in the run
+    folder."""
     return next(iter(read_api_keys((), file)), None)
 
 
 def refuse_failed(results: Sequence[ServingResult] | Sequence[LatencyResult]) -> None:
-    """Raise ConfigError if every request failed."""
+    """Raise ConfigError with the first reason if every request failed: there is nothing to report then."""
     if all(result.num_failed == result.num_answers for result in results):
         raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
 

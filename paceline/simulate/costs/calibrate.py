@@ -94,7 +94,7 @@ class HeldOut:
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """A calibration of the roofline, fitted to all measured times (`steps`), with an estimate of its prediction error.
-    `held_out` has the predictions of a second fit at the sizes (batch, positions per row) that it left out."""
+    For this estimate, a second fit leaves out some sizes (batch, positions per row) and predicts them: `held_out`."""
 
     steps: Steps
     calibration: Calibration
@@ -128,8 +128,9 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
 
 
 def locality_of(steps: Steps, shape: ModelShape) -> float:
-    """Returns the expert locality with which `distinct_experts` best predicts the measured numbers of experts; 0
-    without such numbers. 0: each position selects its experts independently; 1: all positions of a sequence share them.
+    """Returns the expert locality that best explains how many distinct experts the measured passes read
+    (`steps.experts`). 0: each position selects its experts independently; 1: all positions of a sequence share them.
+    Returns 0 if `steps` has no such numbers.
 
     Use the result only with step times of the same measurement: a model with random weights has a higher locality than
     a trained model on text."""
@@ -246,12 +247,13 @@ def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) 
 
 
 def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
-    """Returns the shares of the machine's memory bandwidth and of its arithmetic rate that passes over one sequence
-    reach under the fitted costs; 1.0 is the full rate. `context`: cached tokens of the sequence.
+    """Returns how close target passes over one sequence come to the machine's full rates, as (share of the memory
+    bandwidth, share of the arithmetic rate). 1.0 is the full rate. `costs`: fitted costs; `context`: cached tokens of
+    the sequence.
 
-    The first share is the seconds of reading at full bandwidth, divided by the fitted seconds of a pass over one
-    position. The second is computed likewise for arithmetic, from the difference between passes over 128 and 64
-    positions."""
+    Each share is the seconds at the full rate, divided by the fitted seconds. For the bandwidth, these are the seconds
+    of a pass over one position. For arithmetic, they are the seconds that a pass over 128 positions takes longer than
+    one over 64."""
 
     def at(positions: float) -> tuple[float, float, float]:
         parts = _part_seconds(Observation(1, positions, context, 0.0), costs.shape, costs.deployment)
@@ -267,8 +269,8 @@ def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
 
 
 def fit_draft(times: list[Observation]) -> DraftFit:
-    """Fits a drafter's cost with one pass for all drafts, and with one pass per draft. Returns the fit with the smaller
-    mean squared relative error."""
+    """Fits two models of a drafter's cost: one pass for all drafts, and one pass per draft. Returns the fit with the
+    smaller mean squared relative error."""
     fits = [_fit_draft(times, is_block) for is_block in (True, False)]
     return min(fits, key=lambda pair: pair[0])[1]
 
@@ -360,8 +362,10 @@ def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
 
 
 def measured_rounds(steps: Steps) -> list[Observation]:
-    """Returns the times of whole rounds or, without such times in `steps`, the sums of verification, drafting and host
-    time. If drafting was measured, rounds with drafts at other sizes are left out."""
+    """Returns the times of whole rounds. If `steps` does not have them, they are computed as the sums of verification,
+    drafting and host time.
+
+    If drafting was measured, a round with drafts is left out unless its drafting time was measured at the same size."""
     drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
     rounds = steps.rounds or [
         replace(each, seconds=each.seconds + drafts.get((*each.size, each.context), 0.0) + steps.host_s)

@@ -63,8 +63,9 @@ def machines() -> dict[str, Machine]:
 
 
 def machine(name: str) -> Machine | None:
-    """Returns the known machine with this name; case, spaces, hyphens and the maker's name are ignored. A first word
-    that only one machine's name begins with is enough. Returns None without a match."""
+    """Returns the known machine with this name, or None. Case, spaces, hyphens, underscores and the maker's name
+    "Apple" are ignored. The first word of a name is enough if only one machine's name begins with it: "laptop" finds
+    "laptop CPU"."""
     known, wanted = machines(), re.sub(r"[\s_-]", "", name).lower()
     names = {each.replace(" ", "").lower(): each for each in known}
     names |= {each.removeprefix("apple"): full for each, full in names.items()}
@@ -103,8 +104,8 @@ def find(model: str) -> ModelShape:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Returns the keys of a catalogue model's config.json. Raises ModelNotFoundError for a model that is not in the
-    catalogue, UnsupportedModelError for one without a config.json there."""
+    """Returns the content of the config.json of a catalogue model. Raises ModelNotFoundError for a model that is not in
+    the catalogue, UnsupportedModelError if the catalogue has no config.json for it."""
     entry = _entry(model)
     if "config" not in entry:
         reason = entry.get("unavailable", "the catalogue knows its size and not its config.json")
@@ -131,8 +132,8 @@ def known_name(model: str) -> str:
 
 
 def has_decoder(model: str) -> bool:
-    """True if paceline's own decoder can run the model of this catalogue name, also for a name that is not in the
-    catalogue."""
+    """True if paceline's own decoder can run the model with this catalogue name. For a name that is not in the
+    catalogue, it is not known and assumed: the result is True."""
     entry = entries().get(model)
     config = {} if entry is None else entry.get("config", {})
     return entry is None or (config.get("model_type") in DECODED and not config.get("enable_moe_block"))

@@ -71,9 +71,9 @@ class ConfigReader:
         return bool(self.config.get(name))
 
     def whole(self, name: str, default: int | None = None, within: dict[str, Any] | None = None) -> int:
-        """Returns the integer value of the key `name` in `within`, an object of the config; None: the whole config.
-        Returns `default` if the key is missing or null. Raises UnsupportedModelError without a default, or for an
-        invalid size."""
+        """Returns the integer value of the key `name`. `within`: object of the config that has the key; None: the
+        config itself. If the key is missing or null, returns `default`. Raises UnsupportedModelError if `default` is
+        None then, and for an invalid size."""
         keys, config = (name, *KEYS["other_names"].get(name, ())), self.config if within is None else within
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is None:

@@ -137,7 +137,8 @@ class StepCosts:
 
     @property
     def max_draft(self) -> int | None:
-        """Maximum number of drafts per round in a table of measured times; None for other costs."""
+        """Largest number of drafts per round whose times were measured; None for costs that are not a table of measured
+        times."""
         return None
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
@@ -210,8 +211,8 @@ class Calibration:
     """Expert locality (0: positions select experts independently; 1: they share them) in the measured passes."""
 
     def costs(self, shape: ModelShape, deployment: Deployment, drafter: DrafterCost = NO_COST) -> RooflineCosts:
-        """Returns the round costs of a model on a machine, by the fitted parameters; for others than those measured, an
-        estimate. `drafter`: drafter cost to use if no drafter was measured."""
+        """Returns the round costs of a model on a machine, computed with the fitted parameters. They are an estimate if
+        this is not the measured model and machine. `drafter`: drafter cost to use if no drafter was measured."""
         return RooflineCosts(shape, deployment, self.draft or drafter, self.host_s, self.verify)
 
     def as_json(self) -> dict[str, Any]:

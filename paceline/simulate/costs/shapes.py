@@ -47,8 +47,9 @@ def num_bytes(name: str) -> float:
 
 
 def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
-    """Returns the format in which a machine computes with values stored in the format `name`: the fastest suitable one
-    with a rate. `flops_per_s`: format -> the machine's FLOP/s. Raises ConfigError if no suitable format has a rate."""
+    """Returns the number format in which a machine computes with values that are stored in the format `name`: the
+    fastest possible one. `flops_per_s`: FLOP/s by format, for the formats that the machine supports. Raises ConfigError
+    if none of them can compute with such values."""
     for rate in FORMATS[name].computes_as:
         if flops_per_s.get(rate):
             return rate

@@ -35,9 +35,9 @@ class Drafted:
     """Rank of the target's token among the candidates of each draft position; NONE_OF_THEM if it is not a candidate."""
 
     def checked(self, width: int | Tree) -> tuple[int, Outcome | None]:
-        """Verifies drafts of this row: the first `width` drafts as a chain if it is an int, else the draft tree
-        `width`. Returns (number of accepted drafts, verified tree with the indices of its accepted nodes); the second
-        is None for a chain."""
+        """Verifies drafts of this row, as a chain or as a tree. `width`: number of drafts in the chain, or the draft
+        tree. Returns (number of accepted drafts, outcome). The outcome is the tree with the indices of its accepted
+        nodes, or None for a chain."""
         if isinstance(width, int):
             return min(self.num_right, width), None
         children, accepted = width.children(), list[int]()
@@ -53,9 +53,9 @@ def drafted(survival: Survival, luck: random.Random, count: int, has_confidence:
     """Draws how many of the `count` drafts of one row are accepted. `survival`: shares of rounds whose first 1, 2, ...
     drafts are accepted. `luck`: random generator. `has_confidence`: True for a drafter that reports its confidence.
 
-    With confidence, each draft gets a random probability, with which it is accepted, and its logarithm as confidence.
-    The probabilities are Beta distributed around the chances of the survival curve, so that rounds follow it on
-    average."""
+    With confidence, a random acceptance probability is drawn for each draft. The draft is accepted with this
+    probability, and the drafter reports its logarithm as confidence. The probabilities are Beta distributed around the
+    chances in `survival`, so that rounds follow this curve on average."""
     if not has_confidence or not count:
         return Drafted(num_accepted(survival, luck.random(), count) if count else 0)
     confidence, num_right, is_right, before = list[float](), 0, True, 1.0
@@ -70,9 +70,11 @@ def drafted(survival: Survival, luck: random.Random, count: int, has_confidence:
 
 
 def drafted_candidates(marginals: Marginals, luck: random.Random, count: int, num_candidates: int) -> Drafted:
-    """Draws `num_candidates` candidates with probabilities for each of `count` draft positions of one row, and which of
-    them are the target's tokens. The probabilities vary randomly around the measured `marginals` (chances by position
-    and candidate rank). Each candidate is the target's token with its own probability."""
+    """Draws the candidates of one row for a draft tree, and which of them the target generates: `num_candidates` for
+    each of `count` draft positions. `luck`: random generator.
+
+    Each candidate gets a probability, and is the target's token with this probability. It varies randomly around the
+    candidate's measured chance in `marginals` (by position and candidate rank)."""
     weigh, named = marginals.drawn(luck), range(num_candidates)
     count = min(count, len(marginals.chances_KM))
     chances_KM = [weigh(slot, [0.0] * num_candidates) for slot in range(count)]

@@ -89,7 +89,7 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Results of `priced` at each batch size for plain decoding, drafts, and a better drafter, with sentences that
+    """Maximum request rates of plain decoding, drafts, and a better drafter, at each batch size, with sentences that
     summarise them."""
 
     title: str

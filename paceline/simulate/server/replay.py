@@ -192,10 +192,10 @@ def rows_of(folder: Path) -> int | None:
 def recorded_survival(passes: Sequence[Recorded]) -> Survival:
     """Returns the drafter's survival curve in a recorded run: shares of rounds whose first 1, 2, ... drafts were
     accepted. () if nothing was drafted. Only rounds of one load and `speculate` setting count: those with the most
-    drafts per round. If the run records the source of drafts, only rounds with the drafter's own drafts count.
+    drafts per round. If the run records the source of drafts, rounds with prompt lookup drafts do not count.
 
-    The curve is exact if all these rounds had the same number of drafts. Otherwise their mean number, rounded, is taken
-    for every round. Later positions get the mean acceptance chance of the positions before."""
+    The curve is exact if all these rounds had the same number of drafts. Otherwise every round is assumed to have had
+    their mean number, rounded. Positions above this number get the mean acceptance chance of the positions up to it."""
     drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
     if not drafting:
         return ()
@@ -206,9 +206,9 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
 
 
 def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
-    """Returns the share of rounds with prompt lookup drafts and the survival curve of these drafts, from the load and
-    `speculate` setting in which this share is largest. None without such drafts, or if prompt lookup was the only
-    drafter. Drafts that the server did not verify are not counted."""
+    """Returns how often a recorded run used prompt lookup drafts (as a share of its rounds), and their survival curve.
+    Both are from one load and `speculate` setting: the one in which this share is largest. Returns None without such
+    drafts, or if prompt lookup was the only drafter. Drafts that the server did not verify are not counted."""
     groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         if each.lookup.num_drafted and each.lookup != each.own:
@@ -242,11 +242,12 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns one cost model for each pass, from the step times that the run recorded. Raises ConfigError if it
-    recorded none.
+    """Returns one cost model for each pass, from the step times that the run recorded. Raises ConfigError if a pass has
+    none.
 
-    For each type of step (verification, prefill, drafting), the mean seconds at each size in tokens are computed over
-    all passes. A factor per pass and type scales these means to the measured total of this pass."""
+    A step type is verification, prefill or drafting. First, the mean seconds of each type and size (in tokens) are
+    computed over all passes. Then the means of a type are scaled for each pass, so that they sum to the time that this
+    pass spent on the type."""
     if not all(each.steps for each in passes):
         raise ConfigError(
             "the run does not tell what its steps took: run paceline bench serving again, or give --steps"

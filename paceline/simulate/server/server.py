@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """Prompt lookup drafts, which a server uses in addition to those of its drafter."""
+    """Frequency and acceptance of prompt lookup drafts, which a simulated server uses in addition to its drafter's."""
 
     share: float
     """Share of a batch row's rounds that have a prompt lookup draft."""
