@@ -41,7 +41,8 @@ def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
 
 
 def with_name(text: str) -> tuple[str, str]:
-    """Splits "FILE:NAME" into (file, name). The name is "" if `text` has no colon or is itself an existing file."""
+    """Splits the text of an option "FILE:NAME" into (file, name); NAME selects one drafter or model in the file. The
+    name is "" if `text` has no colon or is itself an existing file."""
     path, _, name = text.rpartition(":") if not os.path.exists(text) and ":" in text else (text, "", "")
     return path, name
 

@@ -33,9 +33,9 @@ LINE, CELL = 0.19, 0.075
 
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
-    """Return the number of drafts that round `number` (from 1) of a simulated answer accepts. The number varies from
-    round to round so that the average follows `survival`, but is not random: each call gives the same. `survival[i]`:
-    share of rounds whose first i + 1 drafts are accepted."""
+    """Return the number of drafts that round `number` (from 1) of a simulated answer accepts. It differs between
+    rounds, so that their average follows `survival`, but it is not random: equal arguments give an equal number.
+    `survival[i]`: share of rounds whose first i + 1 drafts are accepted."""
     threshold = (number * GOLDEN) % 1.0
     return sum(survived > threshold for survived in survival)
 

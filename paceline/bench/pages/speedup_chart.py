@@ -96,8 +96,8 @@ def made(costs: CostsConfig, config: ChartConfig) -> Chart:
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the least-squares slope of (x, y) pairs through (1, 1): sum (x - 1)(y - 1) / sum (x - 1)^2; None if all x
-    are 1."""
+    """Return the slope of the least-squares line for (x, y) pairs that passes through (1, 1), the point of plain
+    decoding: sum (x - 1)(y - 1) / sum (x - 1)^2. None if all x are 1."""
     whole = sum((x - 1) ** 2 for x, _ in pairs)
     return sum((x - 1) * (y - 1) for x, y in pairs) / whole if whole > 0 else None
 

@@ -137,8 +137,8 @@ class Timing:
 
     @property
     def usual_speed(self) -> float:
-        """Default replay speed, as a factor of real time: the largest of 1.0, 0.5, 0.25 and 0.1 at which the replay
-        takes at least 3 seconds, else 0.1."""
+        """Default replay speed, as a factor of real time: the highest of 1.0, 0.5, 0.25 and 0.1 at which the replay
+        lasts at least 3 seconds. It is 0.1 if the replay is shorter at every speed."""
         end_s = max(self.off.total_s, self.on.total_s)
         return next((speed for speed in SPEEDS if end_s / speed >= LEAST_S), SPEEDS[-1])
 
@@ -175,7 +175,7 @@ def record(
     on_answer: Callable[[str], None] = ignore,
 ) -> Timing:
     """Answer the prompt `prompt_ids` `repeat` times without drafts and `repeat` times with the LLM's drafter,
-    alternately. Returns the token times of one answer of each kind, the one with the median total time. `prompt`,
+    alternately. Returns the token times of two answers: for each way, the answer with the median total time. `prompt`,
     `machine`: texts to store with the times. `on_answer` gets a progress text after each answer."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
     engines = Engines(llm)

@@ -200,9 +200,9 @@ def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
     """Returns the number formats of the measured model. `steps`: content of a steps.json. `known`: number formats by
     the model's config.
 
-    - Attention and cache get the "dtype" of `steps`, or the cache's format in `known` if that is missing or unknown.
-    - Weights and experts get the "weight_format" of `steps` (the first one if a GGUF file has several), or the format
-      of attention and cache if that is missing or unknown."""
+    - Attention and cache: the "dtype" of `steps`. If it is missing or unknown, the cache's format in `known`.
+    - Weights and experts: the "weight_format" of `steps` (the first one if a GGUF file has several). If it is missing
+      or unknown, the same format as attention and cache."""
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest

@@ -132,8 +132,8 @@ def known_name(model: str) -> str:
 
 
 def has_decoder(model: str) -> bool:
-    """True if paceline's own decoder can run the model with this catalogue name. For a name that is not in the
-    catalogue, it is not known and assumed: the result is True."""
+    """True if paceline's own decoder can run the model with this catalogue name. A name that is not in the catalogue
+    also gives True, because nothing is known about its model."""
     entry = entries().get(model)
     config = {} if entry is None else entry.get("config", {})
     return entry is None or (config.get("model_type") in DECODED and not config.get("enable_moe_block"))

@@ -73,8 +73,8 @@ def drafted_candidates(marginals: Marginals, luck: random.Random, count: int, nu
     """Draws the candidates of one row for a draft tree, and which of them the target generates: `num_candidates` for
     each of `count` draft positions. `luck`: random generator.
 
-    Each candidate gets a probability, and is the target's token with this probability. It varies randomly around the
-    candidate's measured chance in `marginals` (by position and candidate rank)."""
+    Each candidate gets a probability, and is the target's token with this probability. The probabilities vary randomly
+    around the measured chances in `marginals` (by position and candidate rank)."""
     weigh, named = marginals.drawn(luck), range(num_candidates)
     count = min(count, len(marginals.chances_KM))
     chances_KM = [weigh(slot, [0.0] * num_candidates) for slot in range(count)]

@@ -192,7 +192,7 @@ def rows_of(folder: Path) -> int | None:
 def recorded_survival(passes: Sequence[Recorded]) -> Survival:
     """Returns the drafter's survival curve in a recorded run: shares of rounds whose first 1, 2, ... drafts were
     accepted. () if nothing was drafted. Only rounds of one load and `speculate` setting count: those with the most
-    drafts per round. If the run records the source of drafts, rounds with prompt lookup drafts do not count.
+    drafts per round. If the run records the source of drafts, only rounds with the drafter's own drafts count.
 
     The curve is exact if all these rounds had the same number of drafts. Otherwise every round is assumed to have had
     their mean number, rounded. Positions above this number get the mean acceptance chance of the positions up to it."""
