@@ -77,7 +77,8 @@ class Command(TyperCommand):
 
 
 def keep_example_lines(text: str) -> str:
-    """Return the docstring with click's marker \\b before `Examples:`, so that click does not rewrap the examples."""
+    """Mark the section `Examples:` of a command's docstring so that click keeps its line breaks; returns the new
+    docstring. The mark is click's \\b."""
     return text.replace("\n\nExamples:\n", "\n\n\b\nExamples:\n")
 
 

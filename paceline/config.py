@@ -125,8 +125,8 @@ class EngineConfig:
 
     @property
     def most_drafted(self) -> int | None:
-        """Most tokens drafted per round: N if `speculate` is a number N above 0, else `num_drafted`. None leaves it to
-        the drafter."""
+        """Maximum number of tokens drafted per round: the number in `speculate` if that is a number above 0, else
+        `num_drafted`. None: the drafter decides."""
         return self.speculation.num_drafted or self.num_drafted
 
     @property

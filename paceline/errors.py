@@ -117,8 +117,8 @@ class JudgeError(PacelineError, RuntimeError): ...
 @contextlib.contextmanager
 def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Exception]) -> Iterator[None]:
     """Context manager that converts errors of the types `caught` to `kind`, with the message "WHAT (original message):
-    REMEDY". PacelineErrors pass unchanged. Out-of-memory errors become MemoryBudgetError, because no file is to blame
-    for them."""
+    REMEDY". A PacelineError passes unchanged, because its message is already for users. An out-of-memory error becomes
+    a MemoryBudgetError, because `remedy` would not help."""
     try:
         yield
     except PacelineError:
@@ -146,8 +146,9 @@ def check_memory(error: Exception) -> None:
 
 @contextlib.contextmanager
 def way_out(text: str) -> Iterator[None]:
-    """Context manager that adds advice to a TemplateError. `text`: how to send a prompt without a chat template in this
-    user interface."""
+    """Context manager that adds the advice `text` to the message of a TemplateError, which means that a prompt cannot
+    be rendered by the model's chat template. `text`: how to send a prompt without a chat template, in the words of the
+    caller's command or API, such as "use --raw"."""
     try:
         yield
     except TemplateError as error:
@@ -169,7 +170,7 @@ def needing(kind: type[PacelineError], text: str) -> Iterator[None]:
 
 
 def refuse(kind: type[PacelineError], *checks: tuple[bool, str]) -> None:
-    """Raise `kind` for the first failed check. `checks`: (True if the input is wrong, error message) pairs."""
+    """Raise `kind` for the first wrong input. `checks`: pairs (True if the input is wrong, error message)."""
     for is_wrong, text in checks:
         if is_wrong:
             raise kind(text)

@@ -88,8 +88,8 @@ class Builtin:
         return home / "downloads" / self.file
 
     def is_kept_in(self, home: Path) -> bool:
-        """Return True if the cache folder `home` has the file in full size. Its hash was checked before it was moved
-        there."""
+        """Return True if the cache folder `home` has the file in full size. Does not compute its hash, which was
+        checked after the download."""
         path = self.kept_in(home)
         return path.is_file() and path.stat().st_size == self.gguf_bytes
 
@@ -226,8 +226,8 @@ def _hub_file(file: HubFile, folder: Path, check_space: Callable[[], object] | N
 
 
 def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
-    """Return the cache's folder `name` if `fetch_folder` has downloaded it; None if a file is missing or has another
-    size."""
+    """Return the path of a folder that `fetch_folder` has downloaded to the cache; None if a file is missing or has
+    another size. `name`, `files`: as in `fetch_folder`."""
     folder = _home() / "drafters"
     sizes = {folder / file.path: file.num_bytes for file in files}
     is_whole = all(path.is_file() and path.stat().st_size == num_bytes for path, num_bytes in sizes.items())

@@ -92,7 +92,8 @@ _SHAPE = 'write it as "typical:eps=0.09,delta=0.3" or {"rule": "typical", "eps":
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A lossy verification rule with its parameters, and a budget of deviation, `max_tv`."""
+    """A lossy verification rule with its parameters, and with a limit `max_tv` for the answer's deviation from the
+    target's distribution."""
 
     rule: Rule
     max_tv: Share | None = None
@@ -131,7 +132,7 @@ class Lossy:
         return cls(kind(**values), max_tv)
 
     def within(self, max_tv: float | None) -> Lossy:
-        """Return the rule with the smaller of two budgets, its own and `max_tv`. None means no limit."""
+        """Return the rule with the smaller of two limits of deviation: its own and `max_tv`. None means no limit."""
         budgets = [budget for budget in (self.max_tv, max_tv) if budget is not None]
         return replace(self, max_tv=min(budgets, default=None))
 
@@ -176,9 +177,9 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True)
 class Ledger:
-    """Records, token by token, how far the distribution of one answer deviates from the target's. With a budget
-    `max_tv`, the mean total variation never exceeds it, at any length of the answer. Before each token, `holds` says
-    whether the lossy rule may still be used; otherwise the lossless rule decides."""
+    """Records, token by token, how far the distribution of one answer deviates from the target's. With a limit
+    `max_tv`, it keeps the mean total variation per token within it, at any length of the answer: before each token, the
+    caller asks `holds` whether the lossy rule may still be used, and otherwise uses the lossless rule."""
 
     max_tv: float | None = None
     sums: list[Spent] = field(default_factory=list)
@@ -193,7 +194,8 @@ class Ledger:
         return self.spent.tv / len(self.sums) if self.sums else 0.0
 
     def holds(self, tv: float) -> bool:
-        """Return True if the budget allows a next token with the total variation `tv` (0 to 1)."""
+        """Return True if the lossy rule may be used for the next token: with the token's total variation `tv` (0 to 1)
+        added, the mean stays within `max_tv`."""
         return self.max_tv is None or (self.spent.tv + tv) / (len(self.sums) + 1) <= self.max_tv
 
     def add(self, tv: float = 0.0, kl: float = 0.0, is_changed: bool = False) -> None:
@@ -203,7 +205,7 @@ class Ledger:
         self.sums.append(Spent(before.tv + tv, before.kl + kl, before.num_changed + is_changed))
 
     def keep(self, num_tokens: int) -> None:
-        """Drop the records of all tokens after the first `num_tokens`."""
+        """Drop the records of tokens that were removed from the answer: all after the first `num_tokens`."""
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:

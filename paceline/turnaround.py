@@ -41,20 +41,21 @@ class Timings:
     """Stamp of each committed token."""
 
     def waited(self, now: float) -> None:
-        """Add the time from `until_s` to `now` to `wait_s`. The latest phase then ends at `now`."""
+        """Record that the request waited for others until `now`: add the time since its latest phase ended (`until_s`)
+        to `wait_s`, and set `until_s` to `now`."""
         self.wait_s += now - self.until_s
         self.until_s = now
 
     def read(self, started: float, now: float) -> None:
-        """Record a prefill from `started` to `now`; the time since `until_s` is added to `between_s`. The latest phase
-        then ends at `now`."""
+        """Record a prefill from `started` to `now`. The time from the end of the previous phase (`until_s`) to
+        `started` is added to `between_s`. Sets `until_s` to `now`."""
         self.prefill_s += now - started
         self.between_s += started - self.until_s
         self.until_s = now
 
     def decoded(self, draft_s: float, verify_s: float, host_s: float, now: float) -> None:
-        """Record a decode round that ended at `now`; the time between `until_s` and the round is added to `between_s`.
-        The latest phase then ends at `now`."""
+        """Record a decode round that ended at `now`, with the durations of its phases. The time from the end of the
+        previous phase (`until_s`) to the beginning of the round is added to `between_s`. Sets `until_s` to `now`."""
         self.draft_s += draft_s
         self.verify_s += verify_s
         self.host_s += host_s

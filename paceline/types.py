@@ -60,8 +60,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Decision of the planner for one row (running sequence) in one round: source of its drafts, and how many to
-    verify."""
+    """Decision of the planner for one row (running sequence) in one round: which draft source to use, and how many of
+    its drafts to verify."""
 
     source: str = NONE
     """Draft source: "dflash", "ngram", "prediction", ..., or "none"."""
@@ -70,8 +70,8 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Drafts from one source that a row (running sequence) could verify in the next round. The planner chooses among a
-    row's offers."""
+    """Drafts from one source that a row (running sequence) could verify in the next round, with their estimated
+    acceptance and cost. The planner chooses among a row's offers."""
 
     source: str
     """Draft source: "dflash", "ngram", ..."""
@@ -97,7 +97,8 @@ class Row:
     """Function that computes `offers` on demand; its argument names draft sources to leave out."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Return `offers`; if `ask` is set, computes them first. `unwanted`: sources that `ask` leaves out."""
+        """Return the row's `offers`. If the row has a function `ask`, it computes them first. `unwanted`: draft sources
+        that `ask` leaves out."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers
@@ -176,14 +177,15 @@ class Sequence:
 
     @property
     def planned_kind(self) -> RowKind:
-        """Sampling mode under which the planner counts acceptance: `kind`, or with a lossy rule "lossy" (greedy) or
-        "lossy sampled"."""
+        """Sampling mode under which the planner counts acceptance. A request with a lossy rule has a mode of its own,
+        "lossy" if it is greedy and else "lossy sampled". All other requests have `kind`."""
         if self.params.lossy is None:
             return self.kind
         return "lossy" if self.params.is_greedy else "lossy sampled"
 
     def trim(self) -> None:
-        """Shorten the records per token, `logprobs` and `ledger`, after tokens were cut from the answer's end."""
+        """Remove the entries of `logprobs` and `ledger` for tokens that are not in the answer. Call this after tokens
+        were cut from its end."""
         del self.logprobs[self.num_output :]
         if self.ledger:
             self.ledger.keep(self.num_output)
@@ -234,7 +236,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Batch:
-    """The running sequences of one round. Lists with a name in `_B` have one entry per sequence, in the order of
+    """The running sequences of one round. Lists whose names end in `_B` have one entry per sequence, in the order of
     `sequences`."""
 
     sequences: list[Sequence]
@@ -259,8 +261,8 @@ class Batch:
         return [seq.cached_len for seq in self.sequences]
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
-        """Return the maximum number of drafts of each row: at most `num_drafted`, the planner's number, and
-        `Sequence.most_drafted`."""
+        """Return how many tokens each row may draft: the smaller of the planner's number (`takes_B`) and
+        `Sequence.most_drafted(num_drafted)`. `num_drafted`: the drafter's maximum."""
         counts_B = [num_drafted] * len(self) if self.takes_B is None else [take.count for take in self.takes_B]
         return [min(count, seq.most_drafted(num_drafted)) for seq, count in zip(self.sequences, counts_B, strict=True)]
 
@@ -293,8 +295,8 @@ class DraftBlock:
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
-        """Return a block with fewer drafts, for verification. `widths_B`: for each row the number of first drafts to
-        keep, or a tree that replaces them. `confidence_B` and `candidates_B` keep all draft positions."""
+        """Return a block with only the drafts that are to be verified. `widths_B`: for each row the number of first
+        drafts to keep, or a tree that replaces them. `confidence_B` and `candidates_B` are not cut."""
         widths_B = list(widths_B)
         pairs = zip(self.tokens_B, widths_B, strict=True)
         if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):

@@ -46,7 +46,8 @@ ROUNDS = "device"
 
 
 class Form(NamedTuple):
-    """Properties by which the CUDA graphs of rounds differ."""
+    """Properties of a round that are fixed in its CUDA graph. Rounds that differ in one of them need different
+    graphs."""
 
     is_drawn: bool
     """True if some rows are sampled, by an exponential race; the other rows take the most probable tokens."""
@@ -186,9 +187,9 @@ class StaticRound(Region):
 
 
 class DeviceRounds:
-    """Runs one engine's device rounds: whole decode rounds, each captured as one CUDA graph. A batch qualifies if it
-    has at most one drafter (DFlash v1), no prompt lookup drafts, no trees, no log-probabilities, and no request for
-    which `round.is_shaped` is True."""
+    """Runs whole decode rounds of one engine on the device, each as one CUDA graph, so that the host waits for the
+    device only once per round. A batch qualifies if it has at most one drafter (DFlash v1), no prompt lookup drafts, no
+    trees, no log-probabilities, and no request with settings such as penalties or a grammar (`round.is_shaped`)."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
         assert target.recorder is not None
@@ -199,9 +200,9 @@ class DeviceRounds:
 
     @classmethod
     def of(cls, target: Target, pool: Pool, judge: RuleJudge, wanted: bool | None) -> DeviceRounds | None:
-        """Creates an engine's device rounds; None if it does not use them. `wanted` None: use them if the target's
-        passes are captured as CUDA graphs. Raises ConfigError if `wanted` is True and the target cannot compute
-        them."""
+        """Creates an engine's device rounds, or returns None for an engine that does not use them. `wanted`: True
+        requires them, False disables them, None uses them if the target's passes are captured as CUDA graphs. Raises
+        ConfigError if `wanted` is True and the target cannot compute them."""
         can = isinstance(target, GraphDecoder) and can_record(target.config)
         if wanted and not can:
             raise ConfigError(

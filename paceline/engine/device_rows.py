@@ -48,7 +48,8 @@ class RowValues(NamedTuple):
 
     @property
     def decisive(self) -> tuple[float, ...]:
-        """The values on which the row's next round depends; empty for an idle row."""
+        """The values on which the row's next round depends; empty for an idle row. If no row's have changed, nothing
+        needs to be copied to the device."""
         return (*self._replace(most=self.width),) if self.left > 0 else ()
 
 
@@ -84,9 +85,9 @@ class RowState:
 
 
 class DeviceRows:
-    """Decoding state and sampling parameters of all cache rows, on the device, where each round updates them. The host
-    overwrites them only if they differ from its own values: a row joined or left, its number of drafts changed, or its
-    answer was cut short."""
+    """Decoding state and sampling parameters of all cache rows, stored on the device, where each round updates them.
+    The host keeps a copy. It writes to the device only after a change that the device cannot know: a row joined or
+    left, its number of drafts changed, or its answer was cut short."""
 
     def __init__(self, num_rows: int, max_len: int, device: torch.device) -> None:
         self._max_len, is_cuda = max_len, device.type == "cuda"
@@ -111,8 +112,8 @@ class DeviceRows:
 
     def set(self, sequences: list[Sequence], most_B: list[int]) -> None:
         """Prepare the next round: the row of `sequences[i]` drafts at most `most_B[i]` tokens, and all other rows are
-        idle. Makes at most one copy to the device and does not wait for it: call it again only after the round has
-        ended, because the next call overwrites the copied buffer."""
+        idle. Call it only after the previous round has ended: it returns while its copy to the device may still be
+        running, and the next call reuses the buffer of that copy."""
         wanted = [RowValues()] * len(self._known)
         for seq, most in zip(sequences, most_B, strict=True):
             wanted[seq.row] = RowValues.of(seq, most)
@@ -135,8 +136,8 @@ class DeviceRows:
         self._known[row] = known._replace(length=known.length + gained, anchor=bonus, left=known.left - gained)
 
     def mock(self, rule: Rule, sequences: list[Sequence]) -> None:
-        """Store how many drafts the mocked `rule` accepts in each of these requests, for every number of cached tokens
-        from the present one on."""
+        """Store how many drafts the mocked `rule` will accept in each of these requests, for every possible beginning
+        of a round in the rest of the answer. `survivors` returns these numbers."""
         assert rule.survives is not None
         if self._survivors_RS is None:
             self._survivors_RS = torch.zeros(
@@ -150,15 +151,15 @@ class DeviceRows:
             self._mocked[seq.row] = rule, seq
 
     def survivors(self, length_B: Tensor) -> Tensor:
-        """Returns the numbers [B] stored by `mock` for the first B rows at their cached lengths `length_B`; they may
-        exceed a row's number of drafts."""
+        """Returns how many drafts [B] the mocked rule accepts in the next round of each of the first B rows; a row may
+        have fewer drafts. `length_B`: number of cached tokens of each row. Call `mock` first."""
         assert self._survivors_RS is not None
         return self._survivors_RS[: len(length_B)].gather(1, length_B.clamp(max=self._max_len - 1)[:, None])[:, 0]
 
 
 class Marks:
-    """Measures how long the parts of one captured computation take: by events in its CUDA graph, or the host's
-    clock."""
+    """Measures how long the parts of one captured computation take. A mark is the time between two parts, taken by an
+    event in the CUDA graph or, without CUDA, from the host's clock."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._times = [0.0] * count
@@ -167,14 +168,16 @@ class Marks:
         self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(events)]
 
     def set(self, index: int) -> None:
-        """Set the time of the mark with this index."""
+        """Record the time of the mark with this number. If a CUDA graph is being captured, every replay records it
+        anew."""
         if self._events:
             self._events[index].record()
         elif not self._is_cuda:
             self._times[index] = time.perf_counter()
 
     def seconds(self) -> list[float] | None:
-        """Returns the seconds between consecutive marks of the latest run, which must have ended; None if unknown."""
+        """Returns the seconds between consecutive marks of the latest run, which must have ended; None if the device
+        cannot measure time within a graph."""
         if self._is_cuda:
             pairs = zip(self._events, self._events[1:], strict=False)
             return [1e-3 * first.elapsed_time(last) for first, last in pairs] or None

@@ -127,8 +127,8 @@ class Engine:
         self._forget(drafter.name)
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Add `drafter` to the pool under this name, in place of one with this name for new requests. Raises
-        DrafterMismatchError, or ConfigError for a reserved name, and changes nothing then."""
+        """Add a drafter to the pool under this name; an earlier one of this name serves only its running requests.
+        Raises DrafterMismatchError, or ConfigError for a reserved name, and changes nothing then."""
         self.pool.put(name, drafter)
         self._forget(name)
 
@@ -154,10 +154,10 @@ class Engine:
         route: Route | None = None,
         trial_drafter: Drafter | None = None,
     ) -> int:
-        """Queue a request; returns its id. `constraint`: state of the request's grammar, if the caller has compiled it
-        (`grammars.compile`). `route`: names the request's drafter, or gives its classes for the router.
-        `trial_drafter`: a drafter outside the pool, bound to the target, for this request only, which then goes to the
-        front of the queue. Raises PromptError, ContextLengthError or SamplingError for invalid input."""
+        """Queue a request; returns its id. `constraint`: the request's grammar, compiled by `grammars.compile`; if
+        None, it is compiled here. `route`: selects the drafter; None: the default one. `trial_drafter`: a drafter
+        outside the pool, bound to the target, that serves only this request; the request then goes to the front of the
+        queue. Raises PromptError, ContextLengthError or SamplingError for invalid input."""
         params = params or SamplingParams()
         self._check(prompt_ids, params)
         if params.grammar and constraint is None:
@@ -216,9 +216,9 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Capture the passes of target and drafters as CUDA graphs, if the device uses them; takes seconds. Verify
-        passes are captured for up to `most_drafted` drafts per round, or more if a drafter makes more; with
-        `grows_trees` for the largest draft tree."""
+        """Capture the passes of target and drafters as CUDA graphs, if the device uses them; takes seconds. The largest
+        verify pass has `most_drafted` drafts, or a drafter's own maximum if that is larger. `grows_trees`: also capture
+        verify passes for draft trees of any size."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         for source in (self.pool.lookups, self.pool.predictions):
             most = max(most, source.num_drafted) if most and source else most
@@ -229,8 +229,8 @@ class Engine:
             self.device_rounds.record()
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager within which prefill chunks have the maximum size, for answers that are not
-        streamed."""
+        """Returns a context manager within which prefill chunks have the maximum size. Use it for answers that are not
+        streamed: all finish sooner, but each one's tokens come less evenly."""
         return self.planner.chunks.whole() if isinstance(self.planner, AdaptivePlanner) else contextlib.nullcontext()
 
     @torch.inference_mode()

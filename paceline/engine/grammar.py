@@ -38,8 +38,8 @@ _LEAST = -1e30
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, from any thread. Several engines may use it one after another. The first
-    compilation reads the vocabulary, which takes about a second and holds the GIL."""
+    """Compiles grammars for one tokenizer, from any thread. The first compilation reads the vocabulary, which takes
+    about a second and holds the GIL."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """`tokenizer`: an object whose field `backend` is a `tokenizers.Tokenizer`; not used before the first
@@ -189,9 +189,9 @@ class Grammar:
         """Returns a copy of the logits [J, V] of a row's J verified positions in which tokens that the grammar refuses
         are -inf. Positions after a refused draft are not masked, because they are never used.
 
-        The grammar has priority over bias, bad words and an unreached minimum length: with one of these, the copy is
-        float32, and logits of allowed tokens are raised to at least -1e30. Tokens that these settings forbid are then
-        generated only where the grammar allows no other token.
+        The grammar has priority over the logit bias, bad words and minimum length. Where these forbid every token that
+        the grammar allows, one of these tokens must still be generated. So if one of these settings is used, the copy
+        is float32, and the logits of tokens that the grammar allows are at least -1e30, never -inf.
         """
         if not self._masks or self._num_consumed != seq.num_output:
             self.follow(seq, [])
@@ -218,12 +218,12 @@ def _only(mask: bytes) -> int | None:
 
 
 def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
-    """Shortens the drafts of rows with a grammar, and returns the drafts of all rows. A tree of such a row is first
-    replaced by its path of top tokens. Drafts after the first one that the grammar refuses are removed. The refused
-    draft itself:
+    """Returns the drafts of all rows, without those that a row's grammar refuses. Rows without a grammar are unchanged.
+    A tree of a row with a grammar is first replaced by its path of top tokens. Drafts are checked in order; those after
+    the first refused one are removed. The refused draft itself:
 
-    - Greedy rows, and rows with certain (deterministic) drafts: it is removed, or replaced if the grammar allows only
-      one token there; then the next drafts are checked too.
+    - Greedy rows, and rows with certain (deterministic) drafts: it is removed. But if the grammar allows only one token
+      at its position, this token replaces it, and the check continues.
     - Rows with sampled drafts: it is kept as the last draft, and verification replaces it by a sample from the residual
       distribution. Removing it would change the distribution of the output.
     """

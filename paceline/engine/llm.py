@@ -56,10 +56,10 @@ class LLM:
     """A model with its drafter, to generate text. `drafter`: a drafter's name or path, or a Drafter object. `settings`:
     further fields of `EngineConfig`.
 
-    `drafters`: several drafters by name, instead of `drafter`; the first is the default. `router`: chooses a drafter
-    for each request that is added with request classes (`Route.clusters`, see `Engine.add`). `loaded_drafters`: maximum
-    number of drafters in memory, exceeded only while more have running requests; None: all. `allow_lossy`: permits
-    lossy rules (`SamplingParams.lossy`), with at most `max_tv` mean total variation per answer.
+    `drafters`: several drafters by name, instead of `drafter`; the first is the default. `router`: object that chooses
+    a drafter for each request that is added with request classes (`Route.clusters`). `loaded_drafters`: maximum number
+    of drafters in memory; None: no limit. Drafters with running requests stay in memory even beyond it. `allow_lossy`:
+    permits lossy rules (`SamplingParams.lossy`), with at most `max_tv` mean total variation per answer.
 
     Raises ModelNotFoundError for a missing model, DrafterMismatchError for a drafter of another target,
     MemoryBudgetError if the KV caches exceed the memory budget, and other errors of paceline.errors.
@@ -113,7 +113,8 @@ class LLM:
 
     @classmethod
     def of(cls, config: EngineConfig, **more: Any) -> LLM:
-        """Creates an LLM from a complete config. `more`: other arguments of LLM, which replace values of the config."""
+        """Creates an LLM from a config. `more`: further arguments of LLM; they have priority over fields of the
+        config."""
         return cls(**(asdict(config) | more))
 
     @property
@@ -122,9 +123,8 @@ class LLM:
         return self.target.cache.num_bytes + memory_of(self.engine.pool.drafters, self.target).cache_bytes
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
-        """Returns another engine with the same weights and cache, and with this drafter or these drafters by name. Use
-        only one of the engines at a time. On CUDA this first captures CUDA graphs, which takes seconds. The engine uses
-        prompt lookup too if `speculate` is "auto" or "off", and neither `num_drafted` nor mocked acceptance is set."""
+        """Returns another engine with the same weights and cache, and with the given drafter, or several drafters by
+        name. Use only one of the engines at a time. On CUDA this first captures CUDA graphs, which takes seconds."""
         every, mock = [drafter] if isinstance(drafter, Drafter) else list(drafter.values()), self.config.mocked
         engine = Engine(
             self.target,
@@ -180,8 +180,9 @@ class LLM:
         return self._planners[first]
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
-        """Creates the drafter with this name or path for this target, with as many drafts as the config sets; `options`
-        go to its constructor. Returns a Drafter object as it is. Raises the errors of `draft.registry.make_drafter`."""
+        """Creates a drafter for this target from its name or path; a Drafter object is returned unchanged. `options`:
+        arguments for the drafter's constructor; `num_drafted` defaults to the config's number. Raises the errors of
+        `draft.registry.make_drafter`."""
         if not isinstance(drafter, Drafter) and options.get("num_drafted") is None:
             options["num_drafted"] = self.config.most_drafted
         return make_drafter(drafter, self.target, target_name=self.config.model, **options)
@@ -220,9 +221,9 @@ class LLM:
         self.drafter = self.engine.drafter
 
     def put_drafter(self, name: str, drafter: Drafter) -> None:
-        """Add a drafter to the pool under this name, in place of one with the same name; running requests keep the old
-        one. Raises DrafterMismatchError if it does not fit the target, or ConfigError for a reserved name, and then
-        changes nothing."""
+        """Add a drafter to the pool under this name. An earlier one of this name serves only its running requests from
+        now on. Raises DrafterMismatchError if the drafter does not fit the target, or ConfigError for a reserved name,
+        and then changes nothing."""
         self.engine.put(name, drafter)
         if self.residency:
             self.residency.put(self.engine.pool, name)

@@ -23,8 +23,9 @@ NO_TOKEN = -1
 
 
 def checked_row(seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None, logits_JV: Tensor) -> CheckedRow:
-    """Returns a verification rule's input for one sampled row. `tokens`, `draft_probs_KV`: as in `CheckedRow`.
-    `logits_JV`: the target's logits at the J verified positions, after bias, penalties and grammar."""
+    """Collects the input that a verification rule needs to judge the drafts of one sampled row. `tokens`: the drafts.
+    `draft_probs_KV`: distributions that they were sampled from, [K, V]; None for deterministic drafts. `logits_JV`: the
+    target's logits at the J verified positions, after bias, penalties and grammar."""
     uniforms = Uniforms.of(seq)
     return CheckedRow(
         tokens,
@@ -38,10 +39,14 @@ def checked_row(seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None,
 def judge_lossy(
     seq: Sequence, tokens: list[int], tree: Tree | None, draft_probs_KV: Tensor | None, logits_JV: Tensor
 ) -> tuple[RowVerdict, list[int]]:
-    """Judges one row's drafts (`tokens`, a chain, or the nodes of `tree`) by its lossy rule. Returns (verdict, indices
-    of the accepted drafts, root to leaf). The verdict's next token is NO_TOKEN if the logits give no distribution.
-    `draft_probs_KV`: as in `CheckedRow`. `logits_JV`: the model's own logits after the last committed token, then after
-    each draft."""
+    """Judges one row's drafts by the request's lossy rule. Returns (verdict, indices of the accepted drafts in order).
+    The verdict's next token is NO_TOKEN if the logits give no valid distribution.
+
+    - `tokens`: the drafts, which are the nodes of `tree`, or a chain if `tree` is None.
+    - `draft_probs_KV`: distributions that they were sampled from; None for deterministic drafts.
+    - `logits_JV`: the target's logits after the last committed token, then after each draft, before penalties and
+      grammar.
+    """
     assert seq.params.lossy is not None and seq.ledger is not None
     params, uniforms, lossy = seq.params, Uniforms.of(seq), seq.params.lossy
     if tree is None:

@@ -59,9 +59,9 @@ class ReleasedDrafter(NoDrafter):
 
 
 class Residency:
-    """Releases and loads drafters of a pool, so that at most `most` of those that could be released (`can_release`) are
-    in memory; more only while more have running requests. Used only by the engine's thread; any thread may read its
-    counters."""
+    """Keeps at most `most` drafters of a pool in memory: releases others, and loads them again when requests name them.
+    Only drafters that can be created again count (`can_release`). A drafter with running requests is never released, so
+    there may be more for a while. Only the engine's thread calls it; any thread may read its counters."""
 
     def __init__(self, most: int, target: Target, make: Callable[[str], Drafter], kv_memory: int | None) -> None:
         """`target`: the model that loaded drafters are bound to. `make`: creates a drafter, given its name or path.
@@ -90,8 +90,9 @@ class Residency:
         return "ready"
 
     def turn(self, pool: Pool) -> None:
-        """Put a drafter whose loading is finished into the pool, begin to load one that was requested, and release
-        others until few enough are in memory. Called before a request is assigned a drafter."""
+        """Do the next step of loading and releasing: put a drafter that has been loaded into the pool, begin to load
+        the one that requests named, and release others beyond the limit. Called before a request is assigned a
+        drafter."""
         self.take_in(pool)
         if self._loading is None and (member := pool.members.get(self._wanted)):
             released, often = member.drafter, self._requests[self._wanted]
@@ -101,15 +102,15 @@ class Residency:
         self._make_room(pool, self.most - (self._loading is not None))
 
     def take_in(self, pool: Pool) -> None:
-        """Put a drafter whose loading is finished into the pool. Room was made before loading began."""
+        """Put the drafter that has been loaded, if any, into the pool in place of its placeholder."""
         if self._loading and self._loading[2].done():
             self._take(pool, *self._loading)
             self._loading = None
 
     def started(self, pool: Pool, name: str, drafter: str) -> None:
-        """Record that a new request uses the drafter named `drafter`. `name`: the drafter that it requested, or "". If
-        that one is not in memory, it is loaded once there is room for it, but not within 60 seconds (RETRY_S) after a
-        failed attempt."""
+        """Record that a new request uses the drafter named `drafter`. `name`: the drafter that the request named, or
+        "". The two differ if the named drafter is not in memory: it is then loaded for later requests, but not within
+        60 seconds (RETRY_S) after a failed attempt."""
         self._touch(drafter)
         member = pool.members.get(name)
         self._count(name if member else drafter)
@@ -120,7 +121,8 @@ class Residency:
                 self.turn(pool)
 
     def put(self, pool: Pool, name: str) -> None:
-        """Record that the drafter `name`, which was put into the pool, was used now. Release others if needed."""
+        """Record that the drafter `name` was just added to the pool, and release others if too many are now in
+        memory."""
         self._touch(name)
         self._count(name)
         self._make_room(pool, self.most - (self._loading is not None), keep=name)
@@ -205,9 +207,9 @@ def create(
     """Creates drafters with `make`, and returns them by name. `specs`: for each name, a drafter's name or path, a
     Drafter or None. Raises the errors of `make`.
 
-    `most`: maximum number of created drafters in memory that can be released again (`can_release`); None: no limit. The
-    drafters beyond it become placeholders (`ReleasedDrafter`), to be loaded when requests need them. Drafter objects,
-    None, "none" and "ngram" never do.
+    `most`: maximum number of drafters in memory; None: no limit. Only drafters that can be created again count
+    (`can_release`). Once the limit is reached, each further drafter that is given by name or path becomes a placeholder
+    (`ReleasedDrafter`), and is loaded when requests need it. The names "none" and "ngram" never become placeholders.
     """
     created: dict[str, Drafter] = {}
     for name, spec in specs.items():
@@ -220,5 +222,6 @@ def create(
 
 
 def can_release(drafter: Drafter) -> bool:
-    """True if the drafter is in memory, takes memory, and can be created again from its source."""
+    """True if releasing the drafter would free memory, and it can be loaded again: it is in memory, has weights and was
+    created from a name or path."""
     return bool(not drafter.is_released and drafter.weight_bytes and drafter.source)

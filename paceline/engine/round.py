@@ -40,8 +40,8 @@ def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
     """Runs one round for all sequences of the batch: draft K tokens, verify J = K+1 positions, commit the accepted
-    drafts and the bonus token. `narrow`: function that chooses, by the drafter's confidences, how many drafts of each
-    row, or which tree, to verify; None: all drafts."""
+    drafts and the bonus token. `narrow`: function that chooses by the drafter's confidences which drafts of each row to
+    verify; None: all drafts."""
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
@@ -139,10 +139,10 @@ def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | Non
 
 
 def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
-    """Append the accepted drafts and the bonus token to each sequence, up to a token that ends the answer.
+    """Append the accepted drafts and the bonus token to each sequence, up to a token that ends the answer. Also updates
+    `cached_len`: afterwards the target's cache has all tokens but the last one.
 
-    Returns the number of new tokens of each row; 0 for a failed request. Other sequences' `cached_len` becomes their
-    length without the last token.
+    Returns the number of new tokens of each row; 0 for a failed request.
     """
     fail(batch, verdict)
     gained = []
@@ -174,15 +174,16 @@ def _observed(
 
 
 class RuleJudge:
-    """Decides which drafts are accepted, by the verification rule `rule`, such as rejection sampling. Exceptions:
+    """Decides which drafts are accepted. Normally the verification rule `rule` decides, such as rejection sampling. The
+    first of these cases that applies to a row has priority:
 
-    - A request with its own lossy rule (`SamplingParams.lossy`) is judged by that rule.
-    - Draft trees: the path that equals the target's own tokens is accepted, unless `rule` has a `walk`, which selects
-      the path.
-    - Greedy rows, if `rule` needs the drafts' probabilities: the leading drafts that equal the target's most probable
-      tokens are accepted.
-    - Sampled rows with certain (deterministic) drafts, if `rule` is lossless and needs the drafts' probabilities: the
-      rule `match` decides.
+    1. The request has its own lossy rule (`SamplingParams.lossy`): this rule decides.
+    2. The drafts form a tree: the path that equals the target's own tokens is accepted. If `rule` has a function
+       `walk`, it selects the path instead.
+    3. The row is greedy, and `rule` needs the drafts' probabilities: the leading drafts that equal the target's most
+       probable tokens are accepted.
+    4. The row is sampled with certain (deterministic) drafts, and `rule` is lossless and needs the drafts'
+       probabilities: the leading drafts that equal the target's own samples are accepted.
     """
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
@@ -194,7 +195,7 @@ class RuleJudge:
 
     def only_argmax(self, batch: Batch) -> bool:
         """True if judging this batch needs only the most probable token of each position, not all logits: all requests
-        are greedy, without log-probabilities, and `is_shaped` is False."""
+        are greedy, without log-probabilities, and without settings such as penalties or a grammar (`is_shaped`)."""
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
@@ -301,8 +302,9 @@ class RuleJudge:
 
 
 def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
-    """Returns the error message of a row that has no token after its `num_accepted` accepted drafts. `logits_JV`: the
-    model's own logits, before penalties and grammar; None if only non-finite logits can be the reason."""
+    """Returns the error message for a row without a next token: either its logits are not finite, or its settings
+    forbid every token. `num_accepted`: accepted drafts before the missing token. `logits_JV`: the model's own logits,
+    before penalties and grammar; None for a row whose settings forbid no token."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:
         place = len(seq.tokens) + num_accepted
@@ -327,8 +329,8 @@ def _is_plain(seq: Sequence) -> bool:
 
 
 def is_shaped(seq: Sequence) -> bool:
-    """True if more than temperature, top-k, top-p and min-p affects the request's logits or accepted drafts: bias,
-    penalties, bad words, a minimum length, a grammar or a lossy rule."""
+    """True if a setting other than temperature, top-k, top-p and min-p affects the request's logits, or which drafts
+    are accepted: bias, penalties, bad words, a minimum length, a grammar or a lossy rule."""
     params = seq.params
     return (
         params.lossy is not None

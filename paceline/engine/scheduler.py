@@ -109,10 +109,10 @@ class PrefixReuse:
 
     def admitted(self, seq: Sequence) -> None:
         """Copy the longest prefix of the prompt that any row holds to the row of a newly admitted request, which
-        already has a drafter (`Pool.start`). Two exceptions:
+        already has a drafter (`Pool.start`). Nothing is copied now in two cases:
 
-        - An earlier request in prefill shares a longer prefix with this prompt. `reads` copies the prefix later.
-        - Log-probabilities of the prompt were requested. Nothing is copied, because a cache holds no logits.
+        - An earlier request is still in prefill, and will hold a longer prefix of this prompt. `reads` copies it later.
+        - Log-probabilities of the prompt were requested. They need logits, which no cache holds.
         """
         if seq.params.prompt_logprobs is not None:
             self._running[seq.row] = seq
@@ -127,7 +127,7 @@ class PrefixReuse:
             self._take_over(seq)
 
     def reads(self, seq: Sequence) -> None:
-        """Copy the prompt's longest prefix now, if `admitted` postponed this. Call this when the request's prefill
+        """Copy the prompt's longest prefix now, if `admitted` postponed it. Call this when the request's prefill
         starts."""
         if seq.request_id in self.deferred:
             self.deferred.remove(seq.request_id)
@@ -155,8 +155,9 @@ class PrefixReuse:
         self._left.pop(seq.row, None)
 
     def released(self, seq: Sequence, *, is_sound: bool = True) -> None:
-        """Remember the tokens in the request's row for later requests. Call this before the request leaves `seq.row`.
-        `is_sound`: True if keys and values in the row are valid."""
+        """Remember which tokens the request's row holds, so that later requests can reuse their keys and values. Call
+        this before the request leaves `seq.row`. `is_sound`: False if keys and values in the row may be invalid, after
+        an error; then nothing is remembered."""
         self.deferred.discard(seq.request_id)
         if self._running.pop(seq.row, None) is not None and is_sound:
             self._left[seq.row] = seq.tokens[: seq.cached_len], self._target.cache.generations[seq.row]

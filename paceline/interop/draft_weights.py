@@ -149,8 +149,9 @@ def obstacle(worker: Any) -> str | None:
 
 
 def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
-    """Reads a drafter's folder without its weights. Returns (config.json without FREE_KEYS, {tensor name: shape}).
-    Raises OSError, ValueError or SafetensorError if the folder is damaged."""
+    """Reads a drafter's folder without its weights. Returns (config, {tensor name: shape}). The config is that of
+    config.json, without keys that do not affect the computation (FREE_KEYS). Raises OSError, ValueError or
+    SafetensorError if the folder is damaged."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     index = folder / "model.safetensors.index.json"
     files = {file.name for file in folder.glob("*.safetensors")}
@@ -188,10 +189,10 @@ def check_same(running: tuple[dict[str, Any], Shapes], new: tuple[dict[str, Any]
 def paired(
     running: nn.Module, loaded: nn.Module, target: nn.Module
 ) -> Iterator[tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]]]:
-    """Pairs the tensors of the running drafter with those of a second drafter, `loaded`, that has the new weights.
-    Yields, module by module, (running module, loaded module, [(running tensor, loaded tensor)]). Modules that the
+    """Pairs the tensors of the running drafter with those of a second drafter, `loaded`, whose weights shall replace
+    them. Yields, module by module, (running module, loaded module, [(running tensor, loaded tensor)]). Modules that the
     running drafter shares with the target are left out: they must not be overwritten. Raises ValueError if the drafters
-    differ in modules, tensor names, shapes or types, or if the new one has other weights for a shared module."""
+    differ in modules, tensor names, shapes or types, or if `loaded` has other weights for a shared module."""
     of_target = {id(module) for module in target.modules()}
     modules = dict(loaded.named_modules())
     if modules.keys() != dict(running.named_modules()).keys():

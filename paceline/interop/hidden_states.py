@@ -48,9 +48,9 @@ with reraised(
 
 
 def check_version(version: str, numbers: tuple[Any, ...], connector: type) -> None:
-    """Raises ConfigError if vLLM is older than 0.32, or its example connector lacks a method in NEEDED. `version`:
-    vLLM's version as text; `numbers`: its `__version_tuple__`; `connector`: class of the example connector. Builds from
-    source have the version (0, 0, ...), and only the methods are checked."""
+    """Raises ConfigError if the installed vLLM does not fit: it is older than 0.32, or its example connector lacks a
+    method in NEEDED. `version`: vLLM's version as text; `numbers`: its `__version_tuple__`; `connector`: class of the
+    example connector. For a build from source, whose version is (0, 0, ...), only the methods are checked."""
     missing = [name for name in NEEDED if not hasattr(connector, name)]
     if (0, 0) != numbers[:2] < LEAST_VERSION or missing:
         least = ".".join(map(str, LEAST_VERSION))
@@ -65,8 +65,8 @@ check_version(vllm.__version__, vllm.__version_tuple__, example.ExampleHiddenSta
 
 
 class Copied:
-    """Replaces a CUDA event that marks the end of a copy, if there is no copy to wait for: on a CPU, or if a file is
-    not written."""
+    """Replaces the CUDA event that marks the end of a copy: reports that the copy is complete. Used where there is no
+    copy to wait for: on a CPU, or for a file that is not written."""
 
     def query(self) -> bool:
         return True

@@ -78,12 +78,14 @@ def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) ->
     """Return engine -> metric name -> value, from the text of a /metrics page; {} without metrics of vLLM, SGLang,
     llama.cpp or paceline.
 
-    The key of an engine is the value of its label `engine` or `dp_rank`; "" for a server without these labels. Samples
-    that differ only in the rank (process of one engine) count once, with the largest value. Other samples of one metric
-    are added up; SGLang's acceptance lengths and rates (MEANS) are averaged over those above 0.
+    - Engine: the value of its label `engine` or `dp_rank`; "" for a server without these labels.
+    - Value: the sum of the metric's samples. Samples that differ only in the rank (process of one engine) count once,
+      with the largest value. SGLang's acceptance lengths and rates (MEANS) are not summed: the value is the mean of the
+      samples above 0.
 
-    `by`: labels, such as "position"; each value of such a label also gets a metric of its own, NAME{VALUE}. `model`:
-    the model to read. Raises ConfigError if the page has several models and `model` is None, or only others.
+    `by`: names of labels, such as "position". Each value of such a label gives a further metric, named NAME{VALUE}.
+    `model`: the model to read; None if the page has only one. Raises ConfigError if the page has several models and
+    `model` is None, or does not have `model`.
     """
     series = [one for one in read_series(text) if not _is_skipped(one)]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):
@@ -127,8 +129,9 @@ def _without_ranks(series: Iterable[Series]) -> Iterable[Series]:
 
 
 def totals(engines: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return metric name -> value of the whole server, from the result of `engines_of`. Values of the engines are added
-    up; MEANS are averaged over the engines where they are above 0."""
+    """Combine the engines of a server: return metric name -> value of the whole server, from the result of
+    `engines_of`. Values of the engines are added up. SGLang's acceptance lengths and rates (MEANS) are averaged over
+    the engines that report more than 0."""
     by_name = defaultdict[str, list[float]](list)
     for values in engines.values():
         for name, value in values.items():

@@ -9,9 +9,10 @@ from paceline.net.streaming import Client
 
 
 def served_name(client: Client, wanted: str | None) -> str:
-    """Return the name of the model to use on the server: `wanted`, or the first name in its list if `wanted` is None.
-    Raises DownloadError if the server does not answer, ModelNotFoundError if its list has models but not `wanted`, and
-    ConfigError if the key is wrong, or if there is neither a list nor `wanted`."""
+    """Return the name of the model to use on an OpenAI-compatible server: `wanted`, or the first name in the server's
+    list if `wanted` is None. Raises DownloadError if the server does not answer, ConfigError if the key is wrong, and
+    ModelNotFoundError if the list does not have `wanted`. If the server has no list, `wanted` is not checked; without
+    `wanted`, this raises ConfigError."""
     try:
         reply = client.get("/v1/models")
     except OSError as error:
@@ -34,7 +35,8 @@ def served_name(client: Client, wanted: str | None) -> str:
 
 
 def check_key(url: str, status: int, has_key: bool) -> None:
-    """Raise ConfigError if the HTTP status is 401 or 403. `has_key`: True if a key was sent."""
+    """Raise ConfigError if a server rejected the API key: its HTTP status is 401 or 403. `url`: the server's address,
+    for the message. `has_key`: True if a key was sent."""
     if status in (401, 403):
         had = "does not take this API key" if has_key else "wants an API key"
         raise ConfigError(f"{url} {had}: give the right one with --api-key or --api-key-file, or set PACELINE_API_KEY")

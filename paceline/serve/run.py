@@ -101,7 +101,8 @@ class Connection(H11Protocol):
         self._watch_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return True, which keeps the connection open, if a complete request is still being answered."""
+        """Called when the client has closed its sending side. Returns True, which keeps the connection open, if a
+        complete request is still being answered."""
         self._has_ended = True
         if not self._is_answering or self.cycle.more_body:
             return False
@@ -202,8 +203,8 @@ def listen(config: ServeConfig) -> socket.socket:
 def settings_of(
     app: ASGIApp, config: ServeConfig, *, close_seconds: float = CLOSE_SECONDS, dated: bool = True
 ) -> uvicorn.Config:
-    """Return the uvicorn settings of an application. `close_seconds`: limit for unfinished responses at shutdown.
-    `dated`: add a Date header to responses."""
+    """Return the uvicorn settings of an application. `close_seconds`: seconds at shutdown after which unfinished
+    responses are cut off. `dated`: add a Date header to responses."""
     return uvicorn.Config(
         app,
         host=config.host,
@@ -226,9 +227,9 @@ def make_server(worker: EngineWorker) -> Server:
 
 
 def run(worker: EngineWorker, *, say: Callable[[str], None], introduce: Callable[[LLM], str]) -> None:
-    """Load the model and serve until a signal arrives. `say` prints a line; `introduce` describes the loaded model.
-    Raises ConfigError if the address is not available, and the error that prevented loading the model or restarting the
-    engine."""
+    """Load the model and serve until a signal arrives. `say`: function that prints a line. `introduce`: function that
+    returns a description of the loaded model, to be printed. Raises ConfigError if the address is not available, and
+    the error that prevented loading the model or restarting the engine."""
 
     async def serve(bound: socket.socket) -> None:
         server = make_server(worker)

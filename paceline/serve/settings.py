@@ -134,7 +134,8 @@ class ServeConfig:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError for an invalid name of a drafter: reserved (TAKEN), or not of the form NAME."""
+    """Raises ConfigError if a drafter cannot have this name. A valid name has up to 32 letters, digits, dots, hyphens
+    and underscores (NAME), and is not reserved (TAKEN)."""
     if not NAME.fullmatch(name) or name.lower() in TAKEN:
         raise ConfigError(
             f"a drafter cannot be called {name!r:.80}: take up to 32 letters, digits and dots, not {', '.join(TAKEN)}"

@@ -29,7 +29,7 @@ PARTS = "weight", "cache"
 
 class DrafterCounts:
     """Counts finished requests, decode rounds and their seconds for each drafter. One thread writes; any may read. A
-    round counts once for each request in its batch, under the request's drafter, with the seconds of the whole
+    round with n requests in its batch counts n times: for each request under its drafter, with the seconds of the whole
     round."""
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class DrafterCounts:
         """(drafter, request class) -> finished requests."""
 
     def round(self, stats: RoundStats) -> None:
-        """Count one decode round. Leaves out requests with a lossy acceptance rule, and trial requests that test a
-        drafter."""
+        """Count one decode round. Requests with a lossy acceptance rule are not counted, nor is the trial request that
+        tests a drafter before it joins the pool."""
         spent = stats.draft_s + stats.verify_s + stats.host_s
         for name, num_drafted, num_accepted in zip(
             stats.drafter_B, stats.num_drafted_B, stats.num_accepted_B, strict=False
@@ -58,13 +58,15 @@ class DrafterCounts:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def finished(self, sequence: Sequence) -> None:
-        """Count a finished request under its drafter and request class, unless it had a lossy acceptance rule."""
+        """Count a finished request under its drafter and request class. Requests with a lossy acceptance rule are not
+        counted."""
         if sequence.drafter and not sequence.ledger:
             key = sequence.drafter, label(sequence.cluster or OTHER)
             self.requests[key if key in self.requests or len(self.requests) < MOST_PAIRS else (OTHER, OTHER)] += 1
 
     def totals(self, name: str) -> tuple[int, int, float]:
-        """Return (rounds, output tokens, seconds) of all rounds of a drafter, (0, 0, 0.0) for an unknown one."""
+        """Return (rounds, output tokens, seconds) of a drafter, summed over all its rounds since the server started;
+        zeros for an unknown drafter."""
         rounds = self.rounds.get(name, {}).copy()
         num_rounds = sum(rounds.values())
         num_accepted = sum(accepted * count for (_, accepted), count in rounds.items())
@@ -72,7 +74,8 @@ class DrafterCounts:
 
     def collect(self, model: str, engine: Engine | None) -> Iterator[Metric]:
         """Yield the Prometheus metrics of all drafters. `model`: value of the label model_name. `engine`: the running
-        engine, which adds each drafter's running requests and memory, and the router's gains; None: only the counts."""
+        engine, or None. With an engine, the metrics include each drafter's running requests and memory, and its speed
+        relative to plain decoding as estimated by the router."""
         totals = {name: self.totals(name) for name in list(self.rounds)}
         num_rounds, num_tokens, seconds = ({(name,): total[at] for name, total in totals.items()} for at in range(3))
         firsts, survived = {}, {}

@@ -79,8 +79,9 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """Count an engine step: its rounds, and the seconds of each phase. Call this before `chunk` for the step's
-        tokens. `seconds`: time since the end of the previous step or, after idling, since new work came."""
+        """Count an engine step: its rounds, and the seconds of each phase. Call this before `chunk`, which counts the
+        tokens of the same step. `seconds`: time since the end of the previous step or, after idling, since new work
+        came."""
         self.engine, totals, (num_read, read_s) = engine, self.totals, engine.read
         totals.steps += 1
         totals.prefill_seconds += read_s
@@ -124,9 +125,9 @@ class Metrics(Collector):
         self._open[sequence] = now
 
     def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None = None) -> None:
-        """Count a finished request and pass it to the trace writer; must follow for every request of `chunk`. `tag`:
-        the client's label, used only in the trace. Aborted and failed requests are left out of the histograms of whole
-        requests."""
+        """Count a finished request and pass it to the trace writer. Call this at the end of every request that was
+        passed to `chunk`. `tag`: the client's label, used only in the trace. The histograms of whole requests, such as
+        their latency, leave out aborted and failed requests."""
         self._open.pop(sequence, None)
         self.ended[outcome] += 1
         self.drafters.finished(sequence)

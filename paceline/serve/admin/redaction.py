@@ -38,8 +38,9 @@ class Redactor:
             self._patterns.append(compiled)
 
     def text(self, text: str) -> str:
-        """Return the text with every match replaced by the placeholder. If the result still has a match, also after its
-        backslash escapes are resolved (\\u0041 becomes A), the placeholder replaces the whole text."""
+        """Return the text with every match replaced by the placeholder "[redacted]". The result is then checked again,
+        also with its backslash escapes resolved (\\u0041 becomes A). If it still has a match, the placeholder replaces
+        the whole text."""
         for pattern in self._patterns:
             text = pattern.sub(PLACEHOLDER, text)
         plain, escaped = text, ""
@@ -58,10 +59,11 @@ class Redactor:
         return self.text(value) if isinstance(value, str) else value
 
     def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
-        """Remove matches from a trace; returns (prompt ids, answer ids), or None for a trace to drop: a pattern still
-        matches.
+        """Remove matches from the tokens of a trace; returns (prompt ids, answer ids). Returns None if a match could
+        not be removed; the caller must then drop the trace.
 
-        - If a match begins in the prompt, the placeholder replaces it, and the answer becomes empty.
+        - If a match begins in the prompt, the placeholder replaces it. The answer becomes empty, because it does not
+          belong to the changed prompt.
         - If matches begin only in the answer, the answer is cut before the first one.
         """
         if self._is_clean(prompt_ids, answer_ids):

@@ -122,8 +122,8 @@ Maker = Callable[[], Iterable[Trace]]
 
 
 class TraceWriter:
-    """Writes traces to Parquet files in a folder, which several writers and readers may use. `begin` starts its
-    background thread, `close` ends it."""
+    """Writes traces to Parquet files in a folder. Several writers and readers may use the folder at once. `begin`
+    starts the background thread that writes, `close` ends it."""
 
     def __init__(
         self,
@@ -172,9 +172,12 @@ class TraceWriter:
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
-        """Queue `maker`, which builds traces, for the writer's thread; returns True if it was queued. Only a random
-        share of the calls (`TraceConfig.sample`) is queued. Never raises. If the queue is full, or `is_full` (a limit
-        of the caller is reached), the trace is counted as lost. `wait`: wait for room in the queue instead."""
+        """Queue a request's traces, to be built and written in the writer's thread; returns True if they were queued.
+        Only a random share of the calls (`TraceConfig.sample`) is queued. Never raises.
+
+        `maker`: function that builds the traces. `wait`: if the queue is full, wait for room in it, instead of counting
+        a trace as lost. `is_full`: True if the caller has reached a limit of its own; a trace is then counted as lost.
+        """
         if self._random.random() >= self._config.sample:
             return False
         try:

@@ -144,8 +144,8 @@ class Translated(Exchange):
 
     @abstractmethod
     def grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events for `text`, the newest text of the part or of its call's arguments. `logprobs`: those of the
-        new tokens in OpenAI's format; empty if not requested."""
+        """Yield the events for `text`, which was just added to the part: to its text, or to the arguments of its tool
+        call. `logprobs`: those of the new tokens in OpenAI's format; empty if not requested."""
 
     @abstractmethod
     def closed(self, part: Part) -> Iterator[dict[str, Any]]:
@@ -158,8 +158,8 @@ class Translated(Exchange):
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Context manager that replaces a chat's field name in an ApiError by the client's. `names`: field of the chat ->
-    field of the client's request."""
+    """Context manager for code that checks a translated chat request: an ApiError then names the field of the client's
+    own request, not that of the chat. `names`: field of the chat -> field of the client's request."""
     try:
         yield
     except ApiError as error:
@@ -174,9 +174,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_keys(part: Closed, kind: str, keys: set[str], where: str, optional: tuple[str, ...] = ()) -> None:
-    """Raises RequestRefused unless `part`, an object of a request, has the fields of its type `kind`: all of `keys`
-    except the `optional` ones, and no other but "type". Null counts as missing. `where`: the object's place in the
-    request."""
+    """Raises RequestRefused unless `part`, an object in a request, has exactly the fields of its type `kind`. `keys`:
+    names of all these fields without "type"; only those in `optional` may be missing. Null counts as missing. `where`:
+    path of the object in the request, for the error message."""
     given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
     for name in sorted(keys - given - {*optional}):
         raise RequestRefused(f"{where}.{name}: a part of type {kind} needs it", param=f"{where}.{name}")

@@ -47,13 +47,15 @@ class Clock:
 
     def timings(self, sequences: Iterable[Sequence]) -> dict[str, float]:
         """Return name -> seconds for each phase of the request, for their sum `total_s`, and for `first_byte_s`, the
-        time from the request's arrival to the response's first byte.
+        time from the request's arrival to the response's first byte. `sequences`: the engine's records of the request's
+        answers.
 
         - Before the engine: `parse_s`, `dispatch_s` (switching threads), `template_s`, `tokenizer_s`, `grammar_s`.
         - In the engine: `queue_s` (waiting for a row of the KV cache, or for other requests), `prefill_s`, `draft_s`,
-          `verify_s`, `engine_s` (planning and bookkeeping), `text_s` (detokenisation). They are those of the answer in
-          `sequences` that ended last.
-        - After the engine: `send_s`, from the end of the last round to this call. The rest: `other_s`.
+          `verify_s`, `engine_s` (planning and bookkeeping), `text_s` (detokenisation). Of several answers, the one that
+          ended last is measured.
+        - After the engine: `send_s`, from the end of the last round to this call.
+        - All other time: `other_s`.
         """
         seq = max(sequences, key=lambda each: each.timings.until_s)
         spent, total_s = seq.timings, time.perf_counter() - self.arrived_s

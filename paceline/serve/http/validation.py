@@ -26,8 +26,8 @@ ENDPOINTS: dict[str, type[Closed]] = {
 
 
 def invalid(error: RequestValidationError, content_type: str, endpoint: str = "") -> ApiError:
-    """Return the error response for a request that pydantic rejected. The message names the first invalid field, or
-    only a content type that is not JSON. `endpoint`: the request's path."""
+    """Return the error response for a request that pydantic rejected. Its message names the first invalid field. If the
+    body's `content_type` is not JSON, the message names only this problem. `endpoint`: the request's path."""
     if "json" not in content_type.lower():  # other origins' pages can send other types without a preflight request
         return RequestRefused(
             "send the body as JSON, with the header Content-Type: application/json", code="invalid_json"

@@ -35,17 +35,18 @@ KEPT = 0.9
 
 
 class Pace:
-    """Interval in seconds between two frames (chunks of equal size) of a streamed answer: fixed, or by the speed of
-    earlier answers. It starts at `START_S`, and is computed anew after the first `FIRST` finished answers, then after
-    every `WINDOW`. Several answers together hide the speed of a single one."""
+    """Interval in seconds between two frames (chunks of equal size) of a streamed answer. It is either fixed, or
+    computed from the speed of earlier answers: first after 8 (FIRST) finished answers, then after every 64 (WINDOW).
+    Until then it is `START_S`. Several answers are used together, so that the interval does not show the speed of a
+    single one."""
 
     def __init__(self, fixed_s: float | None = None) -> None:
         self.interval_s = fixed_s or START_S
         self._is_fixed, self._due, self._measured = fixed_s is not None, FIRST, list[float]()
 
     def observe(self, token_s: Iterable[float]) -> None:
-        """Record the mean seconds per token of finished answers. Unless it is fixed, the interval is computed anew once
-        enough are recorded."""
+        """Record the mean seconds per token of finished answers. Once enough are recorded, the interval is computed
+        anew, unless it is fixed."""
         self._measured += token_s
         if len(self._measured) >= self._due and not self._is_fixed:
             kept_s = sorted(self._measured)[int(KEPT * (len(self._measured) - 1))]
@@ -54,8 +55,9 @@ class Pace:
 
 
 def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
-    """Split an event into one event per token. Each token but the last gets as many characters of the event's text as
-    `token_text` returns for it. The last one gets the rest, which may include text held back from earlier events."""
+    """Split an event into one event per token, because an even stream sends each token in a frame of its own.
+    `token_text`: function that returns the text of a token id. Each token but the last gets as many characters of the
+    event's text as its own text has. The last one gets the rest."""
     chunk, rest = event.chunk, event.chunk.text
     last = len(chunk.token_ids) - 1
     for place, token in enumerate(chunk.token_ids[:-1]):
@@ -71,8 +73,8 @@ def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
 
 
 def frames(piece: bytes, size: int) -> list[bytes]:
-    """Cut `piece`, complete server-sent events, into frames of exactly `size` bytes; b"" gives one frame of padding.
-    The padding is an SSE comment, which clients ignore, before the events."""
+    """Pad `piece`, one or more server-sent events, and cut it into frames of exactly `size` bytes; b"" gives one frame
+    of padding. The padding is an SSE comment before the events, which clients ignore."""
     opening, closing = COMMENT
     spaces = -(len(piece) + len(opening) + len(closing)) % size
     padded = opening + b" " * spaces + closing + piece
@@ -80,12 +82,13 @@ def frames(piece: bytes, size: int) -> list[bytes]:
 
 
 async def paced(pieces: AsyncIterator[bytes], size: int, interval_s: float) -> AsyncIterator[bytes]:
-    """Yield a stream as frames of `size` bytes, the first at once and then one every `interval_s` seconds. `pieces`:
-    the encoded events of one token each; b"" for a token without text.
+    """Yield a stream as frames of `size` bytes at a steady rate, so that network listeners cannot see when tokens were
+    generated. The first frame is sent at once, then one every `interval_s` seconds. `pieces`: the encoded events of one
+    token each; b"" for a token without text.
 
     - If no piece is ready when a frame is due, the frame contains only padding.
-    - The total number of frames is a multiple of `MULTIPLE`. To reach it, frames of padding are sent before the last
-      piece, or after it if it was sent before the end of `pieces` was known.
+    - The total number of frames is a multiple of 16 (MULTIPLE), so that it shows the answer's length only roughly.
+      Frames of padding are added, before the last piece if possible.
     - If a slow client delays a frame, later frames are not sent faster to catch up.
     """
     ready, sending = deque([frames(await anext(pieces), size)]), list[bytes]()

@@ -196,7 +196,8 @@ class Exchange:
 
     async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield the chunks of the stream as JSON objects, in one list for each batch of events that arrived together.
-        After `even_stream`, each token has its own chunk, {} if there is no text to send for it yet."""
+        In a stream of `even_stream`, each token has its own chunk, which is {} if there is no text to send for it
+        yet."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         is_chat = self._head["object"] == "chat.completion"

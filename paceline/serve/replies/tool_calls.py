@@ -137,9 +137,9 @@ Piece = str | Call
 
 
 class CallParser:
-    """Splits a streamed answer into texts and tool calls, in order, however the answer is divided into pieces. Text
-    that could be the beginning of a call is held back until more text decides. White space before a call and after the
-    last call is dropped."""
+    """Splits a streamed answer into texts and tool calls, in order. `push` takes the answer in pieces of any size. Text
+    that could be the beginning of a call is held back until later text shows whether it is one. White space before a
+    call and after the last call is dropped."""
 
     def __init__(self, names: Iterable[str], *, is_whole: bool = False, most: int | None = None) -> None:
         """`names`: the tools that may be called. `is_whole`: the whole answer is calls without tags, or text, and is

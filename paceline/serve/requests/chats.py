@@ -64,10 +64,11 @@ async def answer_chat(
     exchange: Callable[..., Exchange],
     drafter: str | None = None,
 ) -> Response:
-    """Queue a chat request in the engine and return the HTTP response. `tag` and `drafter`: see `asked_route`; the tag
-    is also recorded in the trace. `exchange`: returns the Exchange that converts the answers to the endpoint's format.
-    Its arguments are the model's name, `body`, the Ticket, a list with one ChatReply per answer, and the keyword
-    `lossless` (False if acceptance is mocked)."""
+    """Queue a chat request in the engine and return the HTTP response. `tag`: value of the header x-paceline-tag, the
+    client's label, also recorded in the trace. `drafter`: value of the header x-paceline-drafter. `exchange`: function
+    or class that creates the Exchange, which converts the answers to the endpoint's format. Its arguments are the
+    model's name, `body`, the Ticket, a list with one ChatReply per answer, and the keyword `lossless` (False if
+    acceptance is mocked)."""
     name, model = check_model(body.model, worker)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
@@ -85,9 +86,10 @@ def asked_route(
     worker: EngineWorker,
     model: ModelInfo,
 ) -> Route | None:
-    """Return the route that selects the request's drafter; None selects the default drafter. `drafter`: header
-    x-paceline-drafter, which names the drafter; without it, the server's setting `route` decides (`route_of`). `tag`:
-    header x-paceline-tag. Raises RequestRefused for an unknown drafter."""
+    """Return the route that selects the request's drafter; None selects the default drafter. `drafter`: value of the
+    header x-paceline-drafter, which names the drafter. If it is missing, the server's setting `route` decides
+    (`route_of`). `tag`: value of the header x-paceline-tag, the client's label. Raises RequestRefused for an unknown
+    drafter."""
     name = drafter and drafter.strip()
     return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 
@@ -99,8 +101,8 @@ async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
 
 
 async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
-    """Return the jobs of one request with compiled grammars and with `clock`, which measures the compilation. Raises
-    RequestRefused for an invalid grammar."""
+    """Return the jobs of one request with compiled grammars. `clock` measures the compilation, and is stored in the
+    jobs. Raises RequestRefused for an invalid grammar."""
     clock.mark("dispatch")
     jobs = await worker.compiled(jobs)
     clock.mark("grammar")

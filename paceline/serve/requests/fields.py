@@ -16,8 +16,8 @@ from paceline.data.messages import UNUSED_CALL_KEYS, UNUSED_CALLED_KEYS, UNUSED_
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request field that the server does not support. A request with this field is rejected, unless the value is
-    neutral: it requests what the server does by default."""
+    """A request field that the server does not support. A request with this field is rejected, unless its value is
+    neutral: one that requests only what the server does by default."""
 
     advice: str
     """Part of the error message: what to do instead."""
@@ -193,8 +193,9 @@ NESTED_UNUSED: dict[str, dict[str, str]] = {
 
 
 def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: Mapping[str, str]) -> bool:
-    """Return True if the unsupported field `name` can be ignored: its value is null, it is in `unused`, or it is in
-    `refused` with a neutral value."""
+    """Return True if the unsupported field `name` can be ignored, so that the request need not be rejected: its value
+    is null or neutral, or the field is in `unused`. `refused`: field -> its neutral values. `unused`: fields that are
+    always ignored."""
     return value is None or name in unused or (name in refused and refused[name].holds(value))
 
 
@@ -205,13 +206,13 @@ def why_refused(
     endpoints: Iterable[str] = (),
     nested: Mapping[str, Mapping[str, Refused]] = NESTED_REFUSED,
 ) -> str:
-    """Return the error message for an unsupported field.
+    """Return the error message for a request field that the server does not support.
 
-    - `path`: names of the objects that contain it, outermost first, then its own.
-    - `refused`: rejected fields at the top level of a request; `nested`: those in objects of a request, by the object's
-      name.
-    - `known`: valid names, for suggestions.
-    - `endpoints`: other endpoints, which support the field.
+    - `path`: place of the field in the request: names of the objects around it, outermost first, then its own name.
+    - `refused`: known unsupported fields at the top level of a request, with advice for the message. `nested`: name of
+      an object in a request -> its known unsupported fields.
+    - `known`: names of supported fields; the message suggests similar ones.
+    - `endpoints`: paths of other endpoints that support the field.
     """
     *parents, name = path
     table = nested.get(parents[-1], {}) if parents else refused

@@ -104,8 +104,9 @@ def encode_request(
 
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
-    """Return the token ids for a request to /tokenize: of its `prompt` as in a text completion, or its `messages` as in
-    a chat. Raises RequestRefused unless it has exactly one of them, and for options of the other one."""
+    """Return the token ids for a request to /tokenize. A `prompt` is encoded as in a text completion, `messages` as in
+    a chat. Raises RequestRefused unless the request has exactly one of the two, and for options that only the other one
+    has."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestRefused("give either prompt or messages", param="prompt")
     if request.messages is None:
@@ -151,8 +152,9 @@ def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
 
 
 def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None:
-    """Raises RequestRefused, naming `field`, if the texts have more than MAX_TOKEN_CHARACTERS characters per token of
-    the context. So texts that are far too long are not encoded."""
+    """Rejects texts that are far too long for the context without encoding them, which would be slow. Raises
+    RequestRefused, naming `field`, if the texts together have more than 64 (MAX_TOKEN_CHARACTERS) characters per token
+    of the context."""
     num_characters = sum(map(len, texts))
     if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
         noun = "prediction" if field == "prediction" else "prompt"

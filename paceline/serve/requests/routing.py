@@ -34,7 +34,7 @@ def route_of(
     - "header:NAME": the value of the header NAME is the name of the drafter.
     - "auto": the router chooses by the request's classes, computed from `body` and `tag`.
 
-    A missing label or header gives None, which selects the first drafter.
+    Returns None, which selects the default drafter, if the label or header that should name it is missing.
     """
     if how != AUTO:
         name = tag if how == TAG else headers.get(how.partition(":")[2])

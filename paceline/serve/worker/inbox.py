@@ -19,7 +19,8 @@ Command = Callable[[], None]
 
 
 class Inbox:
-    """FIFO queue of commands for one thread. Any thread may add commands; only this one takes them."""
+    """FIFO queue of commands (functions without arguments) for one thread. Any thread may add commands; only that one
+    thread takes and runs them."""
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
@@ -88,8 +89,8 @@ class Inbox:
 
 
 def complete(future: Future[Any], function: Callable[[], Any]) -> None:
-    """Run `function` and set its result or exception in the future, unless the future is cancelled. SystemExit and
-    KeyboardInterrupt are raised here; the future then gets an ApiError."""
+    """Run `function` and set its result or exception in the future. Does nothing if the future is cancelled. SystemExit
+    and KeyboardInterrupt are raised here, because they must end the thread; the future then gets an ApiError."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -40,14 +40,14 @@ or marginals (acceptance by draft position and candidate rank)."""
 
 
 def read_mock(text: str) -> Mock:
-    """Parse the text of `serve --mock`, which sets how many drafts the mocked verification accepts:
+    """Parse the text of `serve --mock`, which sets how many drafts the mocked verification accepts. It is one of these:
 
-    - mean tokens per round, bonus token included: a number, 1 or more;
-    - a survival curve (shares of rounds whose first 1, 2, ... drafts are accepted): .8,.6,.4 or survival:.8,.6,.4, the
-      path of a JSON file with such a list, alone or under the key "survival", or any other path that `paceline simulate
-      --acceptance` reads;
-    - marginals (acceptance by draft position and candidate rank): the name of a built-in table, "greedy" or "sampled",
-      or the path of a JSON file with a list of lists, alone or under the key "marginals".
+    - A number, 1 or more: mean tokens per round, bonus token included.
+    - A survival curve, the shares of rounds whose first 1, 2, ... drafts are accepted. It is written as .8,.6,.4 or
+      survival:.8,.6,.4, or read from a file: a JSON list, alone or under the key "survival", or any other file that
+      `paceline simulate --acceptance` reads.
+    - Marginals, the acceptance by draft position and candidate rank. They are the built-in tables "greedy" and
+      "sampled", or read from a JSON file: a list of lists, alone or under the key "marginals".
 
     Raises ConfigError for all other texts.
     """
@@ -90,18 +90,18 @@ def _checked(shares: list[float]) -> tuple[float, ...]:
 
 
 def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfig:
-    """Return the configuration `engine` with mocked acceptance (`mock`: the text of --mock, see `read_mock`).
+    """Return the configuration `engine` with mocked acceptance. `mock`: the text of --mock, see `read_mock`. Also sets
+    random weights for a model that is only a config. The field `model` of `engine` can be:
 
-    The model gets random weights in these cases:
+    - A folder: random weights if it contains no weights.
+    - A JSON file: random weights; the file is the model's config.json.
+    - Another file, a built-in model, or a hub id: weights unchanged.
+    - Another name, or a hub id if `engine` already has random weights: random weights, and the config from the
+      catalogue (`paceline simulate --list`).
 
-    - It is a folder without weights.
-    - It is a JSON file, which is read as the model's config.json.
-    - It is a name in the catalogue (`paceline simulate --list`) but not a hub id; a hub id too if `engine` already has
-      random weights.
-
-    In the last two cases, the config is written to a folder in `scratch`. Raises ConfigError if `mock` or the config is
-    invalid, ModelNotFoundError if the model is not found, UnsupportedModelError if its config is not a JSON object or
-    the catalogue does not have it.
+    The config of a JSON file or of the catalogue is written to a folder in `scratch`. Raises ConfigError if `mock` or
+    the config is invalid, ModelNotFoundError if the model is not found, UnsupportedModelError if its config is not a
+    JSON object or the catalogue does not have it.
     """
     acceptance, path = read_mock(mock), Path(engine.model).expanduser()
     if isinstance(acceptance, Marginals):
@@ -137,10 +137,14 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 
 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
-    """Return the drafter to load with mocked acceptance: `name`, but random-dflash (random weights) for "default" if no
-    drafter shipped for `model` is installed. `most_accepted`: maximum tokens per round that the mock gives, bonus token
-    included. Raises ConfigError for "ngram", because it does not draft in every round, and for "none" if
-    `most_accepted` is above 1."""
+    """Return the name of the drafter to load with mocked acceptance: `name` itself, unless it is "default" and no
+    drafter is installed that ships for `model`. Then it is "random-dflash", a drafter with random weights: mocked
+    acceptance needs drafts, but not good ones.
+
+    Raises ConfigError for a drafter that cannot give the mock enough drafts: "ngram", which does not draft in every
+    round, and "none" if `most_accepted` is above 1. `most_accepted`: maximum tokens per round of the mock, bonus token
+    included.
+    """
     if name == "default":
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):
@@ -152,7 +156,8 @@ def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
 
 
 def check_yield(mock: Mock, num_drafted: int) -> None:
-    """Raises ConfigError if the mocked acceptance needs more drafts per round than `num_drafted`."""
+    """Raises ConfigError if the drafter drafts too few tokens for the mocked acceptance. `num_drafted`: the drafter's
+    drafts per round."""
     mock = mock.survival if isinstance(mock, Marginals) else mock
     most = len(mock) + 1 if isinstance(mock, tuple) else mock
     if most > num_drafted + 1:

@@ -98,9 +98,9 @@ Addressed = tuple[Ticket, Event | Exception]
 
 class Outbox:
     """Passes events from the engine's thread to the event loop. Waking the loop costs CPU time, so the events of
-    several rounds may be delivered together. First tokens, ends of answers and errors are delivered at once, with all
-    held events. Other events are held until the next round's end, unless the oldest would then be `interval_s` seconds
-    old. The next round is assumed to take as long as the last one."""
+    several rounds are delivered together. First tokens, ends of answers and errors are delivered at once, with all held
+    events. Other events are held for less than about `interval_s` seconds: they are delivered if the oldest would be
+    older than that at the end of the next round. The next round is assumed to take as long as the last one."""
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:
         """`deliver` is called with the events, in order. `interval_s`: longest time that events wait; 0 delivers every
@@ -110,8 +110,8 @@ class Outbox:
         self._oldest_s = 0.0
 
     def put(self, events: list[Addressed], now: float, step_s: float, *, is_urgent: bool) -> None:
-        """Add the events of one engine step. `now`: its end, in seconds of any clock; `step_s`: its duration.
-        `is_urgent`: deliver all held events now."""
+        """Add the events of one engine step. `now`: time at which the step ended; `step_s`: its duration. Both are in
+        seconds, by any clock. `is_urgent`: deliver all held events now."""
         if not self._held:
             self._oldest_s = now
         self._held += events
