@@ -134,7 +134,8 @@ _NO_MEMORY = ("allocate memory", "out of memory")
 
 
 def check_memory(error: Exception) -> None:
-    """Raises MemoryBudgetError if the error was caused by too little memory."""
+    """Raises MemoryBudgetError if the error was caused by too little memory. Error handlers call this first, because an
+    out-of-memory error needs other advice."""
     words = " ".join(str(error).split())
     if isinstance(error, MemoryBudgetError):
         raise error

@@ -209,7 +209,7 @@ class Ledger:
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:
-        """Return the answer's deviation so far, as means per token. `rule`: text of the lossy rule, stored in the
+        """Return the answer's deviation so far, as means per token. `rule`: the lossy rule as text; only stored in the
         result."""
         count, spent = max(len(self.sums), 1), self.spent
         return Price(rule, self.max_tv, spent.tv / count, spent.kl / count, spent.num_changed / count)

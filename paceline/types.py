@@ -177,8 +177,8 @@ class Sequence:
 
     @property
     def planned_kind(self) -> RowKind:
-        """Sampling mode under which the planner counts acceptance. A request with a lossy rule has a mode of its own,
-        "lossy" if it is greedy and else "lossy sampled". All other requests have `kind`."""
+        """Sampling mode under which the planner counts acceptance. It is `kind` without a lossy rule. With one it is
+        "lossy" for a greedy request, else "lossy sampled"."""
         if self.params.lossy is None:
             return self.kind
         return "lossy" if self.params.is_greedy else "lossy sampled"
@@ -209,8 +209,8 @@ class Sequence:
         return self.params.max_tokens - self.num_output
 
     def most_drafted(self, num_drafted: int) -> int:
-        """Return how many tokens may be drafted in the next round: at most `num_drafted`, the request's own limit, and
-        one less than `num_remaining`, because every round adds a token of the target."""
+        """Return how many tokens may be drafted in the next round: the smallest of `num_drafted`, the request's own
+        limit, and `num_remaining` - 1. The 1 is the token that the target adds in every round."""
         most = num_drafted if self.params.max_drafted is None else min(num_drafted, self.params.max_drafted)
         return max(min(most, self.num_remaining - 1), 0)
 

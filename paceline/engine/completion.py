@@ -32,12 +32,12 @@ class GenerationStats(Rounds):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the answer per second, over `total_s`."""
+        """Tokens of the answer per second of `total_s` (admission to last token)."""
         return self.num_output_tokens / self.total_s if self.total_s > 0 else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Generated tokens per second, without the first token and the time before it."""
+        """Tokens per second from the first token to the last one. Counts all tokens but the first."""
         span = self.timings.token_s[-1] - self.timings.first_token_s if self.timings.token_s else 0.0
         return (self.num_output_tokens - 1) / span if span > 0 else 0.0
 

@@ -214,8 +214,8 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture the CUDA graphs of rounds, greedy and sampled, without drafts, and with drafts if the pool's only
-        drafter is a DFlash v1 drafter. Does nothing if graphs are captured at their first use."""
+        """Capture the CUDA graphs before the first request: of greedy and of sampled rounds, each without drafts and,
+        if the pool's only drafter is DFlash v1, with drafts. Does nothing if graphs are captured at their first use."""
         if self._recorder.records_late:
             return
         paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]

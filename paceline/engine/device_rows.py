@@ -48,8 +48,8 @@ class RowValues(NamedTuple):
 
     @property
     def decisive(self) -> tuple[float, ...]:
-        """The values on which the row's next round depends; empty for an idle row. If no row's have changed, nothing
-        needs to be copied to the device."""
+        """The values on which the row's next round depends; empty for an idle row. The host writes rows to the device
+        only if one of these values differs from the device's."""
         return (*self._replace(most=self.width),) if self.left > 0 else ()
 
 
@@ -158,8 +158,8 @@ class DeviceRows:
 
 
 class Marks:
-    """Measures how long the parts of one captured computation take. A mark is the time between two parts, taken by an
-    event in the CUDA graph or, without CUDA, from the host's clock."""
+    """Measures how long the parts of one captured computation take. A mark is the point in time between two parts,
+    taken by an event in the CUDA graph or, without CUDA, from the host's clock."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._times = [0.0] * count

@@ -297,12 +297,12 @@ class LLM:
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
         """Continues prompts, each a list of token ids; returns the answers in the same order. `params`: one for all
-        prompts, or one for each. `on_chunk`: called with each `Chunk` of new output. Without it, and if no stream is
-        open, prefill chunks have the maximum size: the batch as a whole finishes sooner.
+        prompts, or one for each. `on_chunk`: function that is called with each `Chunk` of new output. Without it, all
+        prompts together may finish sooner, because prefill chunks are larger.
 
-        Raises PromptError for one prompt instead of a list, SamplingError if `params` are not as many as the prompts,
-        the errors of `Engine.add`, and the error of a request that fails. An error or interrupt aborts all requests of
-        this call.
+        Raises PromptError for one prompt instead of a list, SamplingError if the numbers of `params` and prompts
+        differ, the errors of `Engine.add`, and the error of a request that fails. An error or interrupt aborts all
+        requests of this call.
         """
         if any(isinstance(prompt, int) for prompt in prompts):
             raise PromptError("prompts is one list of token ids: give a list of such lists, as in [token_ids]")
@@ -327,8 +327,8 @@ class LLM:
 
     def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Generator[Chunk]:
         """Yields the new output of one answer after each step that adds to it. `prompt`: messages for the chat
-        template, raw text, or token ids. Several streams may be read alternately, and other answers generated between
-        two chunks. Raises the errors of `encode_chat` and `Engine.add`, and the error of a request that fails."""
+        template, raw text, or token ids. Between two chunks, the caller may read other streams or generate other
+        answers. Raises the errors of `encode_chat` and `Engine.add`, and the error of a request that fails."""
         with contextlib.closing(self._answer([(self._ids_of(prompt), params)])) as answering:
             for _, chunk in answering:
                 yield chunk

@@ -87,7 +87,7 @@ def fail(batch: Batch, verdict: Verdict) -> None:
 
 
 def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> ForwardBatch:
-    """Returns the input of the target's verify pass: each row's last committed token and drafts, row after row.
+    """Returns the input of the target's verify pass: for each row, its last committed token and then its drafts.
     `only_argmax`: the pass need not compute logits, only each position's most probable token."""
     counts = [1 + len(tokens) for tokens in draft.tokens_B]
     rows = zip(batch.sequences, draft.tokens_B, strict=True)

@@ -14,7 +14,8 @@ from paceline.types import SamplingParams, Sequence
 
 
 def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Returns the encodings of the request's bad words as token ids: at the beginning of a text, and after a space."""
+    """Returns the token ids of the request's bad words. Each word has up to two encodings: as at the beginning of a
+    text, and as after a space."""
     spelled: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         first = tuple(tokenizer.encode(word.lstrip(" "), add_special_tokens=False))

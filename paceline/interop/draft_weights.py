@@ -71,7 +71,8 @@ class DraftWeights:
     _draft_staged: tuple[str, list[tuple[Tensor, Tensor]], list[tuple[nn.Module, nn.Module]]] | None = None
 
     def draft_weights_state(self) -> dict[str, Any]:
-        """Returns {"folder": folder of the present weights, "problem": why this worker cannot load others, or None}."""
+        """Returns {"folder": folder of the drafter's present weights, "problem": why this worker cannot load others, or
+        None}."""
         worker: Any = self
         try:
             problem = obstacle(worker)
@@ -255,8 +256,8 @@ def _text(error: BaseException) -> str:
 
 
 class DraftWeightsRoute:
-    """ASGI middleware for vLLM's HTTP server, which answers /paceline/draft-weights and passes on all other
-    requests."""
+    """ASGI middleware that adds the path /paceline/draft-weights to vLLM's HTTP server: GET returns the state of the
+    draft weights, POST replaces them. All other requests are passed on to vLLM."""
 
     def __init__(self, app: Any) -> None:
         self.app, self.key = app, os.environ.get(KEY, "")

@@ -43,7 +43,7 @@ class Refused(PacelineError):
 
 class Client:
     """Sends requests to one HTTP server, and retries them while the server is down or busy. Threads may share a client.
-    A request fails when no request to this server has succeeded for `patience_s` seconds."""
+    It gives up on a request once the server has answered no request at all for `patience_s` seconds."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
         """`url`: the server's address, with or without /v1. `option`: its option's name, for error messages. Raises

@@ -113,9 +113,9 @@ class ServeConfig:
         self.named_drafters()
 
     def named_drafters(self) -> dict[str, str]:
-        """Parse `drafters`; returns name -> folder, hub id or built-in name of the drafter, in their order. A single
-        drafter may have no name: its key is then "". No drafter at all gives {"": "none"}. Raises ConfigError for an
-        invalid, reserved, repeated or missing name, and for more than `MOST_DRAFTERS` drafters."""
+        """Parse the setting `drafters`; returns name -> folder, hub id or built-in name of the drafter, in the same
+        order. A single drafter without a name has the key "". Without drafters, the result is {"": "none"}. Raises
+        ConfigError for an invalid, reserved, repeated or missing name, and for more than `MOST_DRAFTERS` drafters."""
         named: dict[str, str] = {}
         for text in self.drafters or (NONE,):
             name, _, drafter = text.partition("=")

@@ -111,8 +111,8 @@ class Metrics(Collector):
             self.step_times[phase, size] = count + 1, before_s + seconds
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """Count `num_tokens` new tokens of a request, generated at the time `now` (time.perf_counter), and record the
-        time to the first token or since the previous ones."""
+        """Count new tokens of a request, and record their latency: the time to the first token, or since the request's
+        previous tokens. `now`: time at which they were generated (time.perf_counter)."""
         self.totals.generation_tokens += num_tokens
         last_at = self._open.get(sequence)
         if last_at is None:

@@ -110,7 +110,7 @@ class Trace:
 
 
 class Lost(Exception):
-    """A trace cannot be built. `reason`: key under which the writer counts the loss."""
+    """Raised if a trace cannot be built. `reason`: key under which the writer counts the loss."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

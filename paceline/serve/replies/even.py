@@ -74,7 +74,7 @@ def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
 
 def frames(piece: bytes, size: int) -> list[bytes]:
     """Pad `piece`, one or more server-sent events, and cut it into frames of exactly `size` bytes; b"" gives one frame
-    of padding. The padding is an SSE comment before the events, which clients ignore."""
+    of padding. The padding is before the events: an SSE comment, which clients ignore."""
     opening, closing = COMMENT
     spaces = -(len(piece) + len(opening) + len(closing)) % size
     padded = opening + b" " * spaces + closing + piece

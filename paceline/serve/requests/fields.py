@@ -194,8 +194,8 @@ NESTED_UNUSED: dict[str, dict[str, str]] = {
 
 def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: Mapping[str, str]) -> bool:
     """Return True if the unsupported field `name` can be ignored, so that the request need not be rejected: its value
-    is null or neutral, or the field is in `unused`. `refused`: field -> its neutral values. `unused`: fields that are
-    always ignored."""
+    is null or neutral, or the field is in `unused`. `refused`: rejected fields, with their neutral values. `unused`:
+    fields that are always ignored, with reasons."""
     return value is None or name in unused or (name in refused and refused[name].holds(value))
 
 

@@ -137,9 +137,9 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 
 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
-    """Return the name of the drafter to load with mocked acceptance: `name` itself, unless it is "default" and no
-    drafter is installed that ships for `model`. Then it is "random-dflash", a drafter with random weights: mocked
-    acceptance needs drafts, but not good ones.
+    """Return the name of the drafter to load with mocked acceptance: `name` itself, with one exception. If `name` is
+    "default" and no drafter shipped for `model` is installed, it is "random-dflash", a drafter with random weights:
+    mocked acceptance needs drafts, but not good ones.
 
     Raises ConfigError for a drafter that cannot give the mock enough drafts: "ngram", which does not draft in every
     round, and "none" if `most_accepted` is above 1. `most_accepted`: maximum tokens per round of the mock, bonus token

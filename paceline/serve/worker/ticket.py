@@ -98,9 +98,9 @@ Addressed = tuple[Ticket, Event | Exception]
 
 class Outbox:
     """Passes events from the engine's thread to the event loop. Waking the loop costs CPU time, so the events of
-    several rounds are delivered together. First tokens, ends of answers and errors are delivered at once, with all held
-    events. Other events are held for less than about `interval_s` seconds: they are delivered if the oldest would be
-    older than that at the end of the next round. The next round is assumed to take as long as the last one."""
+    several rounds are delivered together. First tokens, ends of answers and errors are urgent: they are delivered at
+    once, with all held events. Other events are held until the next round ends, but not if the oldest would then be
+    `interval_s` seconds old or older. The next round is assumed to take as long as the last one."""
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:
         """`deliver` is called with the events, in order. `interval_s`: longest time that events wait; 0 delivers every
