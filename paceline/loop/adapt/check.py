@@ -13,13 +13,15 @@ from paceline.loop.adapt.servers.counted_hours import missing, stored_hours
 
 
 def decide_once(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig) -> dict[str, Any]:
-    """Decides what to do after the latest hour of stored traffic. Returns the log line of this hour: what the policy
-    observed, and its decision (key "decision").
+    """Decides, from all stored traffic, what `paceline adapt` should do after the latest recorded hour. Carries nothing
+    out. Returns the log line of this hour as a dict: what the policy observed, and its decision (key "decision").
 
-    Further keys: "hours" (number of hours from the first recorded one to the latest), "with_traffic" (how many of them
-    have traffic), "source" ("traces", or "counted.jsonl" for hours from the server's counters) and "left_out" (reason
-    -> number of requests or hours that were not used). Without traffic the action is "too little", and "source" is
-    missing."""
+    Further keys:
+    - "hours": number of hours from the first recorded one to the latest; "with_traffic": how many of them have traffic.
+    - "source": "traces", or "counted.jsonl" if the hours come from the server's counters.
+    - "left_out": reason -> number of requests or hours that were not used.
+
+    Without any traffic the decision is "too little", and "source" is missing."""
     hours, left_out, source = stored_hours(store)
     lines = rebuilt(SeasonalPolicy(policy, prices), hours, AdaptLog(store.state), max(hours, default=-1) + 1)
     if not lines:

@@ -17,8 +17,9 @@ UNPROVEN = ("take-back", "keep")
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Thresholds of the seasonal policy: it compares acceptance length with its usual value at this hour of the day and
-    week, and decides when to train. A cluster is a group of similar requests. A period, in option names, is a day."""
+    """Thresholds of the seasonal policy, which decides hourly whether to train a drafter. It compares the acceptance
+    length of each cluster (group of similar requests) with its usual value at this hour of the day and week. In option
+    names, "periods" are days."""
 
     least_loss: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.05
     """Smallest drop of acceptance length that raises an alarm, as a share."""
@@ -49,8 +50,8 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig(Checked):
-    """Prices of serving and training: the policy trains only if that saves more than it costs. Hours are core-hours or
-    GPU-hours, the same for all prices."""
+    """Prices of serving and training, in any currency. The policy trains only if a training saves more serving cost
+    than it costs itself. Prices are per core-hour or per GPU-hour: use the same unit for all."""
 
     serving_price: Amount = 1.0
     """Price of one serving hour of a core or GPU."""
@@ -66,9 +67,9 @@ class PriceConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig(Checked):
-    """Options of `paceline adapt replay`, which runs a policy (the rules that decide when to train) on past or
-    synthetic traffic, faster than real time. In synthetic traffic, the hour of each drift (lasting drop of acceptance)
-    is known."""
+    """Options of `paceline adapt replay`, which tests a policy (the rules that decide when to train) on stored traces
+    or synthetic traffic, faster than real time. Drifts (lasting drops of acceptance) of synthetic traffic begin at
+    known hours, so the policy's reactions can be checked."""
 
     scenario: Annotated[str, SCENARIOS] = "two-bases"
     """Synthetic traffic to replay."""
@@ -88,7 +89,8 @@ class ReplayConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Folder with the traces of served requests, and folder with the state of `paceline adapt`."""
+    """Folder with the traces of served requests, and folder where `paceline adapt` stores its log, its trainings and
+    the history of drafters."""
 
     traces: Path
     """Folder of traces, written by paceline serve --traces or paceline record."""
@@ -265,8 +267,8 @@ class DeployConfig:
 
 @dataclass(frozen=True, slots=True)
 class OtherEngineConfig(Checked):
-    """Options to start vLLM or SGLang with a drafter in place of paceline's own engine, and to check that the drafter
-    has the same acceptance length there as in paceline."""
+    """Options of `paceline serve` to start vLLM or SGLang with a drafter, in place of paceline's own engine, and to
+    check that acceptance length is as high there as in paceline."""
 
     engine: Annotated[str, ENGINES] = "paceline"
     """Engine that serves: paceline, or vllm or sglang started with this drafter; arguments after -- are that engine's

@@ -41,12 +41,13 @@ class AdaptLog:
         return RunFolder(self.folder).lines(self.file.name)
 
     def num_odd(self) -> int:
-        """Counts the invalid event lines: those with a missing or damaged field, or an hour before 2020."""
+        """Number of event lines in the log that a restarted daemon ignores: those with a missing or damaged field, or
+        an hour before 2020."""
         return sum("event" in line and not is_event(line) for line in self.lines())
 
     def append(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Append a line after those that earlier calls could not write; returns it. Raises CacheError if the file
-        cannot be written; the next call then writes the line."""
+        """Append a line to the file; returns the line. If the file cannot be written, raises CacheError and remembers
+        the line; the next call writes it first."""
         self.late.append(line)
         with reraised(CacheError, f"cannot write {self.file}", "free space, or choose another --state", OSError):
             append_lines(self.file, self.late)
@@ -70,11 +71,11 @@ def _stamped(hour: int) -> dict[str, Any]:
 
 
 def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log: AdaptLog, until: int) -> list[Line]:
-    """Restores the policy's state after a restart: replays the recorded traffic of all hours before `until`, and the
-    logged events. `policy` must be new. `hours`: hour since 1970 -> cluster -> sums of tokens and rounds.
+    """Restores the policy's state after a restart, by replaying the recorded traffic and the logged events of all hours
+    before `until`. `policy` must be new. `hours`: hour since 1970 -> cluster -> sums of tokens and rounds.
 
-    Returns one `Line` (observations and decision) for every hour from the first recorded one to the last before
-    `until`, also for hours without traffic."""
+    Returns the `Line` (observations and decision) of every replayed hour, with or without traffic: from the first
+    recorded one to the last before `until`."""
     events: dict[int, list[dict[str, Any]]] = {}
     for line in log.lines():
         if "event" in line and is_event(line):

@@ -35,7 +35,8 @@ LEAST_MOVE_S = 30.0
 
 @dataclass(slots=True)
 class Clock:
-    """Detects changes of the system clock (`wall`) by the monotonic clock (`steady`); latest readings in seconds."""
+    """Detects changes of the system clock by comparing it with the monotonic clock. `wall`, `steady`: latest readings
+    of the system clock and of the monotonic clock, in seconds."""
 
     wall: float
     steady: float
@@ -60,9 +61,9 @@ def run(
     say: Callable[[str], None],
 ) -> None:
     """Run the adaptation daemon (`paceline adapt watch`) until SIGTERM or Ctrl-C; `say` receives progress texts. Raises
-    CacheError if the folder `store.state` cannot be written. Raises ConfigError if another daemon uses this folder, if
-    the metrics port is in use, or if vLLM or SGLang servers are given without the folder of the drafter that they
-    have."""
+    CacheError if the folder `store.state` cannot be written. Raises ConfigError if another daemon uses this folder, or
+    if the metrics port is in use. Also raises it if vLLM or SGLang servers are given and `candidate.incumbent` is not
+    the folder of their present drafter, to which a rollback must return."""
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
     incumbent = Path(candidate.incumbent) if Path(candidate.incumbent).is_dir() else None

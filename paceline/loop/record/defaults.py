@@ -18,8 +18,9 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def defaults_of(given: str, model: Path) -> dict[str, float] | None:
-    """Returns the recorded server's defaults of sampling fields that a request leaves out, as name -> value. A field
-    that is not in the dict is neutral (temperature 1, no filter). Returns None if the defaults are unknown.
+    """Returns the values that the recorded server uses for sampling fields which a request leaves out, as name ->
+    value. A field that is not in the dict is neutral (temperature 1, no filter). Returns None if the values are
+    unknown.
 
     `given`: the setting `RecordConfig.sampling_defaults`, one of
 

@@ -65,8 +65,8 @@ class Exchange:
 
     @property
     def mark(self) -> str | None:
-        """Hash (sixteen hex digits) of this request's text in its log file, by which a later import skips it. None for
-        a request from the proxy."""
+        """Identifier of this exchange in its log file, by which a later import recognises and skips it: a hash of its
+        text, in sixteen hex digits. None for an exchange from the proxy."""
         text = self.logged_as.encode(errors="replace")
         return hashlib.blake2b(text, digest_size=8).hexdigest() if text else None
 
@@ -157,8 +157,8 @@ class Observed:
 
 
 def with_fields(body: bytes, names: tuple[str, ...]) -> bytes:
-    """Adds the fields `names` with the value true to the JSON object `body`, unless it has them. All other bytes stay
-    unchanged, as does a body that is not a JSON object."""
+    """Sets the fields `names` of the JSON object `body` to true, except those that it has already. All other bytes stay
+    unchanged. A body that is not a JSON object is returned as it is."""
     try:
         request = json.loads(body.decode())
     except (ValueError, RecursionError):

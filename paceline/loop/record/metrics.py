@@ -17,7 +17,8 @@ PREFIX = "paceline:record_"
 
 
 class RecordMetrics(Collector):
-    """Prometheus collector of the recording proxy. Its values are read at each scrape."""
+    """Prometheus collector of the recording proxy: counts of requests, traces and dropped requests, read at each
+    scrape."""
 
     def __init__(self, proxy: Proxy, waiting_bytes: Callable[[], int], writer: TraceWriter) -> None:
         self.registry = CollectorRegistry()

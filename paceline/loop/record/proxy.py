@@ -37,10 +37,10 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 
 class Proxy:
-    """The recording proxy as an ASGI application: forwards requests to the server with the URL `upstream`. `keep`
-    receives each chat or completion request with its complete answer, if the status is 200; it must not block.
-    `add_fields`: "vllm" or "sglang" adds the request fields that make this server return token ids; "none" adds
-    none."""
+    """The recording proxy as an ASGI application: forwards requests to the server with the URL `upstream`. `keep`:
+    function that receives each chat or completion request together with its complete answer, if the status is 200; it
+    must not block. `add_fields`: "vllm" or "sglang" adds the request fields that make this server return token ids;
+    "none" adds none."""
 
     def __init__(
         self, upstream: str, config: ServeConfig, keep: Callable[[Observed], None], add_fields: str = "none"

@@ -75,9 +75,13 @@ class Reader:
         self._end = tokenizer.end_token_id
 
     def traces(self, exchange: Exchange) -> Iterator[Trace]:
-        """Yields one trace per answer. If the tokens of any answer are unknown, yields one trace per prompt instead,
-        without an answer. Raises Lost (the request cannot be recorded) if the request failed, is for a model that is
-        not recorded, or has unsupported fields, or if the tokens of a prompt are unknown."""
+        """Yields one trace per answer. If the tokens of any answer cannot be determined, yields one trace per prompt
+        instead, without an answer.
+
+        Raises Lost (the request cannot be recorded) in these cases:
+        - The request failed, or is for a model that is not recorded.
+        - The request has unsupported fields.
+        - The tokens of a prompt cannot be determined."""
         body = exchange.request
         if self._names and body.get("model") not in self._names:
             raise Lost("model")

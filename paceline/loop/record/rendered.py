@@ -21,11 +21,14 @@ WHOLE = ("stop", "tool_calls")
 def rendered_ids(
     request: ChatRequest | CompletionRequest, choice: Choice, prompt_ids: list[int], tokenizer: Tokenizer
 ) -> list[int] | None:
-    """Returns the token ids, with the end token, of a chat answer whose reasoning or tool calls the server has parsed.
-    Renders the conversation again with the model's chat template and the answer as the last message.
+    """Recovers the token ids of a chat answer from which the server has parsed reasoning or tool calls, so that its
+    original text is unknown. Renders the conversation again with the model's chat template, with the answer as the last
+    message. The result includes the end token.
 
-    Returns None if that is not reliable: the answer did not end by itself, the rendered tokens do not begin with the
-    prompt, or a parsed part (text, reasoning, call) is not in the rendered answer."""
+    Returns None if this is not reliable:
+    - The model did not end the answer itself.
+    - The rendered tokens do not begin with the prompt.
+    - A parsed part (text, reasoning, call) is not in the rendered answer."""
     is_whole = choice.finish_reason in WHOLE and choice.stop_reason is None
     if not isinstance(request, ChatRequest) or request.continue_final_message or not choice.is_rendered or not is_whole:
         return None

@@ -47,8 +47,8 @@ class Choice:
         return message | ({"tool_calls": calls} if calls else {})
 
     def add(self, part: dict[str, Any]) -> None:
-        """Adds one chunk's part of the answer: an element of `choices` in OpenAI's format. Raises TypeError or
-        ValueError if it is malformed."""
+        """Adds the part of this answer that one chunk contains. `part`: an element of the chunk's `choices` in OpenAI's
+        format. Raises TypeError or ValueError if it is malformed."""
         message = part.get("delta") or part.get("message") or {}
         self.text += part.get("text") or message.get("content") or ""
         parsed = {name for name in PARSED if message.get(name)}
@@ -92,7 +92,8 @@ class Response:
     @classmethod
     def of(cls, chunks: Iterable[dict[str, Any]]) -> Response:
         """Assembles the response from its chunks (parsed JSON objects). Raises Lost (the request cannot be recorded) if
-        the server reports an error, if it used a lossy rule ("lossless": false), or if the chunks are malformed."""
+        the server reports an error, if its speculation may have changed the answer ("lossless": false), or if the
+        chunks are malformed."""
         response, acceptance = cls(), list[Any]()
         for chunk in chunks:
             if chunk.get("error"):

@@ -61,8 +61,8 @@ class _Report:
 
 
 def rounds_of(report: Any, num_tokens: int | None) -> list[Round]:
-    """Converts the speculation metrics that vLLM or SGLang reports for one answer to rounds: drafted and accepted
-    tokens of each. `num_tokens`: tokens of the answer, to check the report; None if unknown.
+    """Converts an engine's report on the speculation in one answer to rounds: drafted and accepted tokens of each.
+    `report`: metrics from vLLM or SGLang. `num_tokens`: tokens of the answer, to check the report; None if unknown.
 
     Raises ValueError, TypeError or KeyError for a report that is contradictory, incomplete or malformed."""
     if not isinstance(report, dict):

@@ -54,8 +54,8 @@ class Recorded:
 
 
 class Recorder:
-    """Queues the requests and answers that the proxy has forwarded, for the trace writer's thread to parse. Drops new
-    ones while more than 256 MiB (MAX_WAITING_BYTES) are queued. Never blocks or raises."""
+    """Queues the requests and answers that the proxy has forwarded, until the trace writer's thread parses them. While
+    more than 256 MiB (MAX_WAITING_BYTES) are queued, new ones are dropped. Never blocks or raises."""
 
     def __init__(self, reader: Reader, writer: TraceWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -96,7 +96,7 @@ class Server(uvicorn.Server):
 
 
 def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Implements `paceline.loop.record.proxy`."""
+    """Runs the recording proxy: implements `paceline.loop.record.proxy`, with the same arguments and errors."""
     assert config.upstream is not None
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # hides errors on answers truncated by the upstream
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -133,7 +133,7 @@ def _metrics(config: RecordConfig, server: Server, recorder: Recorder, writer: T
 
 
 def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Implements `paceline.loop.record.read`."""
+    """Imports log files: implements `paceline.loop.record.read`, with the same arguments and errors."""
     writer, reader = _store(config, tracing)
     known = _known(writer.folder)
     try:

@@ -25,10 +25,11 @@ ENOUGH = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Confirmed alarm about one cluster (group of similar requests), for one of two reasons:
-    - The cluster's acceptance length has stayed below its usual value at the same hours of the day and week.
-    - The clusters' shares of the traffic have changed lastingly. The alarm then names the cluster that costs the most
-      rounds compared with the cluster of highest acceptance length."""
+    """Confirmed alarm about one cluster (group of similar requests), which calls for an action. It has one of two
+    reasons:
+    - The cluster's acceptance length has stayed below its usual value at this hour of the day and week.
+    - The clusters' shares of the traffic have changed for long. The alarm then names the cluster that would save the
+      most rounds if its acceptance length were as high as the best cluster's."""
 
     cluster: str
     loss: float
@@ -43,8 +44,8 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """State of the cluster mix (each cluster's share of the traffic), and its effect on the acceptance length of all
-    traffic."""
+    """Cluster mix (each cluster's share of the traffic) at the end of an hour: whether it has changed for long, whether
+    it repeats daily or weekly, and how much the acceptance length of all traffic varies with it."""
 
     has_moved: bool = False
     """True if the mix has differed from its usual daily and weekly course for long enough."""
@@ -63,8 +64,9 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """Acceptance length of one customer (all requests with one tag), compared with the rest of the traffic. Exists only
-    for tags whose usual acceptance length is known, and that have no drop at present."""
+    """Acceptance length of one customer (all requests with one tag), compared with the rest of the traffic. A badly
+    served customer may get a separate drafter. Tags whose usual acceptance length is unknown, or has dropped at
+    present, are not compared."""
 
     cluster: str
     share: float
@@ -79,7 +81,7 @@ class Customer:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that `decide` looks at, at the end of an hour."""
+    """Input of `decide` at the end of an hour: alarms, cluster mix, customers, and the state of earlier trainings."""
 
     hour: int
     alarms: Sequence[Alarm] = ()
@@ -125,11 +127,14 @@ def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, bef
 
 
 def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
-    """Chooses the policy's action for this hour, with its reason and why other actions were not chosen.
-
-    "score": measure how well the other drafters on the server would do on a cluster. "route": send a cluster's requests
-    to one of these drafters. "propose": train an additional drafter for one cluster. "retrain": train a new version of
-    the serving drafter. "none": do nothing. "too little": there is too little traffic to judge."""
+    """Chooses the policy's action for this hour. Returns it with its reason, and with the reasons against other
+    actions. Carries nothing out. The actions are:
+    - "score": measure the other drafters on the server on a cluster's stored requests.
+    - "route": send a cluster's requests to one of these drafters.
+    - "propose": train an additional drafter for one cluster.
+    - "retrain": train a new version of the serving drafter.
+    - "none": do nothing.
+    - "too little": do nothing, because there is too little traffic to judge."""
     declined: dict[str, str] = {}
     if view.is_training:
         return Decision(why="a training is running", declined={"retrain": "one is running already"})

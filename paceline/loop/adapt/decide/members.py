@@ -11,8 +11,9 @@ from paceline.loop.adapt.servers.deployment import Deployment
 
 
 def route_of(deployment: Deployment, cluster: str) -> str | None:
-    """Returns the name of the drafter that the server always uses for this cluster. Returns None if none is set, or if
-    the server does not know the cluster or cannot route clusters. Raises UnreachableError if it does not answer."""
+    """Returns the name of the drafter to which the server routes all requests of this cluster (group of similar
+    requests). Returns None if the cluster has no route or is unknown to the server, or if the server cannot route
+    clusters. Raises UnreachableError if the server does not answer."""
     try:
         return deployment.pinned(cluster)
     except UnreachableError:
@@ -22,20 +23,23 @@ def route_of(deployment: Deployment, cluster: str) -> str | None:
 
 
 def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, str]:
-    """Returns the drafter that serves this cluster (group of similar requests), as (name on the server, folder or id):
-    the one that the cluster is routed to if it is still on the server, else `incumbent` (folder or id).
+    """Returns the drafter that serves this cluster (group of similar requests), as (name on the server, folder or hub
+    id). This is the drafter that the cluster is routed to. Without a route, or if that drafter has left the server, it
+    is `incumbent`, the folder or hub id of the general drafter.
 
-    Raises DownloadError if the server does not answer, or if the result would be `incumbent` and a paceline server has
-    not loaded it."""
+    Raises DownloadError if the server does not answer, or if it needs `incumbent` for the result and has not loaded
+    it."""
     name = route_of(deployment, cluster)
     drafter = deployment.members().get(name) if name else None
     return (name, drafter) if name and drafter else (deployment.place_of(incumbent), incumbent)
 
 
 def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, dict[str, str]]:
-    """Returns (folder or id of the drafter that serves the cluster, {name on the server: folder or id} of all other
-    drafters). `incumbent`: folder or id of the drafter that serves clusters without a route. Raises DownloadError if
-    the server does not answer, cannot route the cluster, or has not loaded `incumbent`."""
+    """Separates the drafter that serves a cluster (group of similar requests) from all other drafters on the server.
+    Returns (folder or id of the serving drafter, {name on the server: folder or id} of the others).
+
+    `incumbent`: folder or id of the drafter that serves clusters without a route. Raises DownloadError if the server
+    does not answer, cannot route the cluster, or serves it with `incumbent` and has not loaded that."""
     deployment.pinned(cluster)
     name, drafter = serving(deployment, cluster, incumbent)
     return drafter, {member: made_from for member, made_from in deployment.members().items() if member != name}
@@ -49,17 +53,22 @@ def scores(
     fired_at: int,
     current: float,
 ) -> dict[str, float] | None:
-    """Predicts the acceptance length of the other drafters on the server on this cluster (group of similar requests).
-    Returns {drafter's name: acceptance length} of those that passed the gate, the comparison with the serving drafter.
+    """Predicts the acceptance length that other drafters on the server would have on this cluster (group of similar
+    requests). Returns {drafter's name: acceptance length}, only for drafters that passed the gate, which compares them
+    with the serving drafter on stored requests.
 
-    The prediction is `current`, the present acceptance length of the serving drafter, times the ratio that the gate
-    measured on stored requests (other drafter / serving drafter).
+    The prediction is `current` times the ratio of acceptance lengths that the gate measured (other drafter / serving
+    drafter).
 
-    `scored`: the gate's latest results, {"hour": hour of the comparison, "members": {drafter's name: verdict as JSON}}.
-    `fired_at`: hour of the alarm. `incumbent`: folder or id of the drafter that serves clusters without a route.
+    - `current`: present acceptance length of the serving drafter.
+    - `scored`: latest results of the gate, {"hour": hour of the comparison, "members": {drafter's name: verdict as
+      JSON}}.
+    - `fired_at`: hour of the alarm that needs the prediction.
+    - `incumbent`: folder or id of the drafter that serves clusters without a route.
 
-    Returns {} if the server has no other drafter or cannot route the cluster. Returns None if the server does not
-    answer, or if `scored` is missing or older than the alarm: the gate must then run again."""
+    Returns {} if the server has no other drafter or cannot route the cluster. Returns None if no prediction is possible
+    yet: the server does not answer, or `scored` is missing or older than the alarm. In the latter case the gate must
+    run again."""
     try:
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:

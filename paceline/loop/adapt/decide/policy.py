@@ -39,13 +39,13 @@ LEAST_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Observations and decision of the policy for one hour. `seen`: cluster (group of similar requests) -> requests,
+    """Observations and decision of the policy for one hour. `seen`: cluster (group of similar requests) -> its requests,
     tokens, acceptance length and alarm state in this hour.
 
     `mix`: three values about the cluster mix (each cluster's share of the traffic):
-    - "state": state of the alarm about the mix.
-    - "period": hours after which the mix repeats; None if it does not repeat.
-    - "swing": relative drop of acceptance length from the best hours of a period to the worst."""
+    - "state": state of the alarm about the mix: "learning", "calm", "raised" or "held" (confirmed).
+    - "period": hours after which the mix repeats, 24 or 168; None if it does not repeat.
+    - "swing": relative drop of acceptance length from the hours with the best mix to those with the worst."""
 
     hour: int
     seen: Mapping[str, Mapping[str, Any]]
@@ -126,16 +126,17 @@ class SeasonalPolicy:
 
     @property
     def tracked(self) -> list[str]:
-        """Names of the clusters that have their own statistics; [] if all have. After `max_clusters` clusters, all new
-        ones are counted together as the cluster "other"."""
+        """Names of the clusters with separate statistics, once further clusters are counted together as "other"; []
+        before. The first `max_clusters` clusters have separate statistics."""
         return [name for name in self.clusters if name != OTHER] if OTHER in self.clusters else []
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Add the traffic of one hour and decide on an action, such as "retrain", "route" or "none". `number`: the
-        hour, counted from 1970. `seen`: cluster -> sums of tokens and rounds.
+        """Add the traffic of one hour, and decide on an action such as "retrain", "route" or "none". `number`: the
+        hour, counted from 1970; it must increase from call to call. `seen`: cluster (group of similar requests) -> sums
+        of the tokens and rounds of its requests.
 
-        Hours must be given in increasing order. An hour that is not later than the previous one is ignored; the
-        returned line then has a note and no figures."""
+        If `number` does not increase, the call has no effect: the returned line contains only a note and the action
+        "none"."""
         if self._last is not None and number <= self._last:
             note = f"hour {number} is not after hour {self._last}: the clock went back, it is ignored"
             return Line(number, {}, {}, Decision(why=note), (note,))
@@ -165,9 +166,9 @@ class SeasonalPolicy:
         return Line(number, self._observed(grouped), mix, decision, notes, raised)
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
-        """Record that a training has ended, in hour `number` (since 1970). `clusters`: those that the new drafter
-        serves from now on; empty if it is not used. `hours`: core- or GPU-hours of the training, from now on the
-        assumed cost of later ones; None leaves that cost as it is."""
+        """Record that a training ended in hour `number` (since 1970); other actions are possible again. `clusters`:
+        clusters that the new drafter serves from now on; empty if it was rejected. `hours`: measured core- or GPU-hours
+        of the training, the expected cost of later ones; None keeps the earlier expectation."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)

@@ -65,13 +65,15 @@ def is_held_out(prompt: str) -> bool:
 def examine(
     candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
 ) -> Verdict:
-    """Compares the drafter in the folder `candidate` with the incumbent (the drafter that serves now) on the requests
-    in the folder `traces`. The verdict says whether the candidate may replace the incumbent, and why.
+    """Decides whether the drafter in the folder `candidate` may replace the incumbent (the drafter that serves now).
+    Compares the tokens/s that both would have had on the requests stored in the folder `traces`.
 
-    To pass, the candidate must be faster on the clusters whose acceptance fell, together. If it loses too much on one
-    of several such clusters or on other requests, blends of the two drafters (averages of their weights) are written
-    next to it and judged instead; `config.shares` lists the candidate's share in each blend. Raises ConfigError if
-    `traces` has no usable requests, and the errors of loading the target `engine.model`."""
+    To pass, the candidate must be faster on the requests of all clusters whose acceptance fell, taken together. It must
+    not lose too much on a single one of these clusters or on other requests. If it is faster but loses too much, blends
+    (averages of its weights and the incumbent's) are written next to it and judged instead; `config.shares` lists the
+    candidate's share in each blend.
+
+    Raises ConfigError if `traces` has no usable requests, and the errors of loading the target `engine.model`."""
     usual, source = usual_settings(engine.model, config.temperature)
     requests, left_out = read_requests(
         traces, since=config.since, usual=usual, tags=config.tags, tracked=config.tracked
@@ -245,7 +247,7 @@ def _fastest_draft(llm: LLM, drafter: Drafter) -> float:
 
 
 def alike(one_s: float, other_s: float) -> tuple[float, float]:
-    """Returns both drafting times (seconds per round) unchanged if they differ by more than 10% of their mean. A
-    smaller difference is measurement noise: then returns the mean for both."""
+    """Removes measurement noise from a comparison of two drafting times (seconds per round). Returns their mean for
+    both if they differ by at most 10% of it, else both unchanged."""
     mean = (one_s + other_s) / 2
     return (mean, mean) if abs(one_s - other_s) <= LEAST_DIFFERENCE * mean else (one_s, other_s)

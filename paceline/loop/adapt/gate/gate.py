@@ -32,8 +32,8 @@ NUM_DRAWS = 2000
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds of the two parts of a round: the target's pass, by number of verified positions, and the drafting of
-    incumbent and candidate."""
+    """Seconds that the two parts of a round take: the target's forward pass (`passes`, by number of verified
+    positions), and drafting, with the incumbent and with the candidate."""
 
     passes: PassCosts
     incumbent_s: float = 0.0
@@ -54,11 +54,11 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Relative gain of the candidate's tokens/s over the incumbent's on one set of requests (0.1: 10% faster). `low`
-    and `high` are the ends of its confidence interval.
+    """Relative gain of the candidate's tokens/s over the incumbent's on one set of requests (0.1: 10% faster), with its
+    confidence interval from `low` to `high`.
 
-    For the clusters whose acceptance fell, together, this is a 95% interval. All other request sets are tested
-    together: each has a wider interval, so that with 95% probability every one of them contains the true gain."""
+    It is a 95% interval for the set that joins all clusters whose acceptance fell. All other sets are tested together,
+    so their intervals are wider: with 95% probability all of them contain the true gains."""
 
     requests: int
     incumbent: float
@@ -71,9 +71,12 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the gate, which compares a candidate with the drafter that serves now: whether the candidate passed,
-    why, and its gains. `gains`: request set -> gain; the sets are "drifted" (the clusters whose acceptance
-    fell), "cluster NAME" for each other cluster and each of several that fell, and "ood" (out of domain)."""
+    """Result of the gate, which compares a candidate drafter with the one that serves now: whether the candidate
+    passed, why, and its gains in tokens/s. `gains` has one entry for each set of requests:
+    - "drifted": the requests of all clusters whose acceptance fell.
+    - "cluster NAME": the requests of one other cluster. If acceptance fell in several clusters, each of these has an
+      entry, too.
+    - "ood": out-of-domain answers."""
 
     passed: bool
     reason: str
@@ -92,9 +95,9 @@ class Verdict:
 
 
 def too_few(num_prompts: int, config: CandidateConfig) -> Verdict | None:
-    """Returns a verdict with `is_judged` false if `num_prompts` is below `config.least_requests`; None if there are
-    enough prompts. `num_prompts`: number of prompts from the drifted cluster on which the drafters are to be
-    compared."""
+    """Returns the verdict "could not be judged" (`is_judged` is false) if there are fewer than `config.least_requests`
+    prompts to compare two drafters on; else None. `num_prompts`: number of different prompts of the clusters whose
+    acceptance fell."""
     if num_prompts >= config.least_requests:
         return None
     why = f"{num_prompts} prompts are too few to judge by, {config.least_requests} are needed"
@@ -108,13 +111,18 @@ def judge(
     ood: Pairs | None = None,
     config: CandidateConfig | None = None,
 ) -> Verdict:
-    """Decides by the limits in `config` whether the candidate may replace the incumbent. `drifted`: rounds with both
-    drafters on the clusters whose acceptance fell; `elsewhere`: cluster name -> rounds on each other cluster, and on
-    each of several that fell; `ood`: rounds on out-of-domain answers; `times`: seconds of one round with each
-    drafter.
+    """Decides whether the candidate may replace the incumbent, from the rounds that both need for the same requests.
+    The candidate must be faster on `drifted`, and must not lose too much on any other set.
 
-    If `drifted` has fewer than `config.least_requests` requests, the verdict is that the candidate could not be judged.
-    Other sets with fewer requests are left out."""
+    - `drifted`: requests of all clusters whose acceptance fell.
+    - `elsewhere`: name -> requests of one other cluster. If acceptance fell in several clusters, it contains each of
+      these, too.
+    - `ood`: out-of-domain answers.
+    - `times`: seconds of one round with each drafter.
+    - `config`: limits [default: those of CandidateConfig].
+
+    With fewer than `config.least_requests` requests in `drifted` the verdict is that the candidate could not be judged.
+    Other sets with fewer requests are ignored."""
     config = config or CandidateConfig()
     if refused := too_few(len(drifted), config):
         return refused
@@ -136,8 +144,8 @@ def judge(
 
 
 def worst_of(gains: Mapping[str, Gain], config: CandidateConfig) -> str | None:
-    """Returns the name of the request set on which the candidate loses the most tokens/s. Ignores the set "drifted",
-    losses below `config.most_loss`, and losses that chance explains. Returns None if no loss is left."""
+    """Returns the name of the request set on which the candidate loses the most tokens/s, apart from "drifted". Only
+    losses of at least `config.most_loss` that chance does not explain count; returns None if no set has one."""
     lost = {
         name: gain.gain
         for name, gain in gains.items()
@@ -147,8 +155,8 @@ def worst_of(gains: Mapping[str, Gain], config: CandidateConfig) -> str | None:
 
 
 def lost_elsewhere(gains: Mapping[str, Gain], config: CandidateConfig) -> Verdict | None:
-    """Returns a verdict that refuses the candidate if it loses too much on a set other than "drifted" (`worst_of`);
-    else None."""
+    """Returns a verdict that refuses the candidate if it loses too much on a set other than "drifted", by the rules of
+    `worst_of`; else None."""
     if (worst := worst_of(gains, config)) is None:
         return None
     why = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"
@@ -156,11 +164,11 @@ def lost_elsewhere(gains: Mapping[str, Gain], config: CandidateConfig) -> Verdic
 
 
 def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS, num_sets: int = 1) -> Gain:
-    """Computes the candidate's gain in tokens/s over the incumbent's. The confidence interval is a bootstrap of
+    """Computes the candidate's gain in tokens/s over the incumbent's, with a confidence interval: a bootstrap of
     `num_draws` samples of requests, the same samples for both drafters.
 
-    `num_sets`: number of request sets that are tested together. With 1 the interval is a 95% interval; with more it is
-    wider, so that with 95% probability the intervals of all sets contain the true gains."""
+    `num_sets`: number of request sets that are tested together. With 1 the result has a 95% interval. With more the
+    interval is wider, so that with 95% probability the intervals of all sets contain the true gains."""
     candidate = _tokens_and_seconds(pairs.candidate, times.passes, times.candidate_s)
     incumbent = _tokens_and_seconds(pairs.incumbent, times.passes, times.incumbent_s)
     items = [(*one, *other) for one, other in zip(candidate, incumbent, strict=True)]
@@ -193,9 +201,9 @@ def _tokens_at(rounds: Rounds, width: int) -> float:
 
 
 def one_a_prompt(requests: Sequence[Request], most: int | None = None) -> list[Request]:
-    """Returns the newest usable request of each prompt, newest first, at most `most` of them (None: all). Not usable is
-    a request whose answer has fewer than two tokens, consists mostly of repeated n-grams, or equals the answer of a
-    request already chosen."""
+    """Selects the newest usable request of each prompt, so that a client who repeats a prompt does not dominate.
+    Returns them newest first, at most `most` (None: all). A request is unusable if its answer has fewer than two
+    tokens, consists mostly of repeated n-grams, or has the same tokens as the answer of a request already selected."""
     by_prompt: dict[str, Request] = {}
     answers: set[tuple[int, ...]] = set()
     for request in sorted(requests, key=lambda request: request.hour, reverse=True):

@@ -22,14 +22,16 @@ from paceline.runs.folder import plain, write_whole
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Reads and writes the lineage file. Every call reads the file again, since users may edit it."""
+    """Reads and writes lineage.json: the history of all drafters that were trained or tried, with their parents, states
+    and verdicts. Every call reads the file again, since users may edit it."""
 
     path: Path
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns one dict per drafter, oldest first. Keys are "drafter" (folder), "parents", "state", "weights"
-        (hash), "when" (UTC) and the `figures` given to `add`; after `mark` also "reason". Raises ConfigError if the
-        file is damaged."""
+        """Returns all entries, oldest first; [] if lineage.json does not exist. A drafter that was tried again has
+        several. Keys of an entry are "drafter" (folder), "parents" (drafters that it was trained from), "state",
+        "weights" (hash), "when" (UTC) and further ones given to `add`, such as "reason". Raises ConfigError if the file
+        is damaged."""
         if not self.path.exists():
             return []
         damage = (OSError, ValueError, KeyError, TypeError)
@@ -40,20 +42,21 @@ class Lineage:
             return entries
 
     def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
-        """Add one drafter. `parents`: the drafters that it was trained from; `state`: such as "serving", "refused" or
-        "rolled back"; `figures`: further JSON fields of the entry. Raises CacheError if the file cannot be written,
-        ConfigError if it is damaged."""
+        """Add an entry for one drafter. `drafter`: its folder; `parents`: the drafters that it was trained from;
+        `state`: such as "serving", "refused" or "rolled back"; `figures`: further JSON fields of the entry. Raises
+        CacheError if lineage.json cannot be written, ConfigError if it is damaged."""
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
-        """Add several drafters in one write, as dicts with the arguments of `add`. Raises the same errors."""
+        """Add entries for several drafters in one write. Each dict has the keys "drafter", "parents" and "state", and
+        further JSON fields, as described in `add`. Raises the same errors."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         new = [{"weights": weights_hash(Path(drafter["drafter"])), "when": when, **drafter} for drafter in drafters]
         self._write([*self.entries(), *plain(new)])
 
     def mark(self, drafter: str, state: str, reason: str) -> None:
-        """Set state and reason in the newest entry of this drafter; without an entry nothing changes. Raises CacheError
-        if the file cannot be written, ConfigError if it is damaged."""
+        """Set state and reason in the newest entry of this drafter; a drafter without an entry is ignored. Raises
+        CacheError if lineage.json cannot be written, ConfigError if it is damaged."""
         entries = self.entries()
         for entry in reversed(entries):
             if entry.get("drafter") == drafter:
@@ -62,8 +65,8 @@ class Lineage:
         self._write(entries)
 
     def is_known_bad(self, folder: Path) -> str | None:
-        """Returns the reason if a drafter with the same weights as the one in `folder` was refused or rolled back
-        before; else None. Raises ConfigError if the lineage file is damaged."""
+        """Checks if the drafter in `folder` has already failed. If a drafter with the same weights was refused or
+        rolled back, returns the recorded reason; else None. Raises ConfigError if lineage.json is damaged."""
         weights = weights_hash(folder)
         for entry in self.entries() if weights else ():
             if entry.get("state") in ("refused", "rolled back") and entry.get("weights") == weights:

@@ -57,12 +57,13 @@ class Window:
 def write_window(
     traces: Path, clusters: Sequence[str], since: int, until: int, folder: Path, tracked: Sequence[str] = ()
 ) -> Window:
-    """Writes the stored answers of these clusters (groups of similar requests) in hours [since, until) since 1970 to
-    `folder`, in the format of `paceline train --answers`: one answer per prompt, without the prompts that are reserved
-    for judging drafters.
+    """Writes a training window to `folder`: the stored answers of these clusters (groups of similar requests) in hours
+    [since, until), counted from 1970. It has one answer per prompt, and leaves out the held-out prompts, which are
+    reserved for judging drafters. `paceline train --answers` reads the folder.
 
     `tracked`: clusters that stay separate; all others are one cluster named "other" (empty: every cluster stays
-    separate). Raises ConfigError if there are too few answers, CacheError if the folder cannot be written."""
+    separate). Raises ConfigError if there are fewer than 50 answers (LEAST_ANSWERS), CacheError if the folder cannot be
+    written."""
     requests = [
         request
         for cluster in (None if name == ALL else name for name in clusters)
@@ -108,12 +109,12 @@ def command_of(
     *,
     same_shapes: bool = False,
 ) -> list[str]:
-    """Builds the command for the current step of `stage` (the daemon's work in progress). In the step "training" the
-    command trains the stage's current candidate. Otherwise it is `paceline adapt gate`, which compares this candidate
-    with the incumbent.
+    """Builds the command that `stage` (the daemon's work in progress) runs in its current step. In the step "training"
+    the command trains the stage's current candidate. In other steps it is `paceline adapt gate`, which compares this
+    candidate with the incumbent.
 
-    `same_shapes`: True keeps the size of the incumbent's draft vocabulary in a training, for servers that load only
-    drafters with equal tensor shapes. Raises ModelFileError if the incumbent cannot be read."""
+    `same_shapes`: True if the servers load only drafters with the tensor shapes of the incumbent. The size of the draft
+    vocabulary then stays unchanged in a training. Raises ModelFileError if the incumbent cannot be read."""
     drafter = Path(stage.candidates[stage.at])
     if stage.name == "training":
         # The daemon may have been restarted with other rates.
@@ -139,12 +140,12 @@ def command_of(
 
 
 def vocabulary_of(drafter: Path) -> int | None:
-    """Returns the number of tokens in the draft vocabulary of a DFlash drafter. Raises ModelFileError if the drafter
-    cannot be read.
+    """Returns the size of a DFlash drafter's draft vocabulary (the tokens that it can draft), for trainings that must
+    keep it. Raises ModelFileError if the drafter cannot be read.
 
-    Returns None in three cases:
+    Returns None if there is no size to keep:
     - The drafter drafts all tokens of the target.
-    - The drafter has its own output layer, whose size a training cannot change.
+    - The drafter has its own output layer, whose size a training never changes.
     - It is not a DFlash drafter."""
     if drafter.is_dir() and not is_dflash(read_json(drafter / "config.json")):
         return None
@@ -162,11 +163,11 @@ def train_command(
     config: RetrainConfig,
     draft_vocab: int | None = None,
 ) -> list[str]:
-    """Builds the command that trains a copy of the drafter `incumbent` on the answers in `window`: the user's
-    `config.train_command` if it is set, else `paceline train`. `out`: folder of the training run.
+    """Builds the command that trains a copy of the drafter `incumbent` on the answers in the folder `window`. It runs
+    the user's `config.train_command` if that is set, else `paceline train`. `out`: folder of the training run.
 
-    `draft_vocab`: number of tokens that the new drafter can draft. With None `paceline train` keeps the incumbent's
-    draft vocabulary; for a DFlash drafter it adds the tokens of the answers in `window`."""
+    `draft_vocab`: number of tokens that the new drafter can draft. With None `paceline train` starts from the
+    incumbent's draft vocabulary; for a DFlash drafter it adds the tokens of the answers in `window`."""
     if config.train_command is not None:
         values = hook_environment(window, out, incumbent, learning_rate, engine, config)
         values["PACELINE_DRAFT_VOCAB"] = "" if draft_vocab is None else str(draft_vocab)
@@ -200,8 +201,8 @@ def hook_environment(
 
 
 def not_trained(status: int, job: Job, drafter: Path, config: RetrainConfig) -> str | None:
-    """Returns an error message if a finished training failed, else None. It failed if its exit `status` is not 0, or if
-    `config.train_command` left no drafter in the folder `drafter`."""
+    """Returns an error message if a finished training failed, else None. It failed if its exit `status` is not 0. The
+    user's `config.train_command` also failed if the folder `drafter` contains no drafter."""
     if status != 0:
         return f"its training ended with status {status}: {job.last_error}"
     if config.train_command is not None and not (drafter / "config.json").is_file():
@@ -221,8 +222,8 @@ def paceline_command(words: Sequence[object], options: Mapping[str, Any]) -> lis
 
 
 def verdict_of(job: Output, status: int) -> dict[str, Any]:
-    """Returns the verdict that a finished gate job (`paceline adapt gate`) printed, as a JSON object. If it printed
-    none, returns `unjudged` with its exit `status` and last error line."""
+    """Returns the verdict of a finished gate job (`paceline adapt gate`): the JSON object that it printed. If it
+    printed no valid verdict, returns that of `unjudged`, with the job's exit `status` and last error line as reason."""
     try:
         verdict = json.loads(job.last_line)
     except ValueError:
@@ -233,7 +234,7 @@ def verdict_of(job: Output, status: int) -> dict[str, Any]:
 
 
 def unjudged(reason: str) -> dict[str, Any]:
-    """Returns the JSON verdict of a candidate that could not be judged."""
+    """Returns the JSON verdict of a candidate that could not be judged. `reason`: text that says why."""
     return {"passed": False, "reason": reason, "is_judged": False}
 
 
@@ -252,8 +253,8 @@ def polite() -> list[str]:
 
 
 class Output:
-    """Files to which a background command writes stdout and stderr, and its lock file. Another process may have started
-    the command."""
+    """Output of a background command: the files of its stdout and stderr, and a lock file that is locked while it runs.
+    It can be read even if another process started the command."""
 
     def __init__(self, output: Path) -> None:
         """`output`: path of the files, without suffix."""
@@ -278,7 +279,8 @@ class Output:
 
 
 class Job(Output):
-    """A background command of this process, which writes its output to files. It runs on if this process is killed."""
+    """A background command that writes its output to files. It continues if this process is killed. A new job with the
+    same output files then waits for it to end before it starts its own command."""
 
     def __init__(self, command: list[str], output: Path) -> None:
         """Start the command, or wait if a job of the same output still runs, which a killed daemon left. Raises
@@ -309,8 +311,8 @@ class Job(Output):
             return process
 
     def poll(self) -> int | None:
-        """Returns the command's exit status; None while it waits or runs. Starts a waiting command once the earlier job
-        with the same output files has ended."""
+        """Returns the command's exit status; None while it waits or runs. A command waits while an earlier job with the
+        same output files runs. This method starts it once that job has ended."""
         self._process = self._process or self._started()
         return self._process.poll() if self._process else None
 
@@ -331,7 +333,8 @@ class Job(Output):
 
     @property
     def is_waiting(self) -> bool:
-        """True if the command waits for an earlier daemon's job with the same output files."""
+        """True if the command has not been started, because a job of an earlier daemon with the same output files still
+        runs."""
         return self._process is None
 
 

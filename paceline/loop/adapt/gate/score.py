@@ -88,8 +88,8 @@ class _Answer:
 
 
 class Scorer:
-    """Simulates serving stored answers with one drafter. Handles as many requests at a time as the target's cache has
-    rows."""
+    """Simulates serving stored answers with one drafter, to compute the acceptance that it would have had. Processes as
+    many requests at a time as the target's KV cache has rows."""
 
     def __init__(self, llm: LLM, drafter: Drafter, rule: str = "auto") -> None:
         """Bind the drafter to the target of `llm`, whose cache must be free while the scorer is used. `rule`:
@@ -103,9 +103,12 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, requests: Rows[Request]) -> list[Scored]:
-        """Compute the rounds (drafted and accepted tokens) of each request's answer, in the order of `requests`. Raises
-        ConfigError for a request that is longer than the cache or has tokens outside the target's vocabulary. Also
-        raises it for a sampled answer whose seed is unknown, unless the drafter is a DFlash drafter."""
+        """Compute in which rounds (drafted and accepted tokens) the drafter would have generated each stored answer.
+        Returns the results in the order of `requests`. Raises ConfigError in three cases:
+        - A request is longer than the KV cache.
+        - A request has tokens outside the target's vocabulary.
+        - An answer was sampled, its seed is unknown or the rule compares probabilities, and the drafter is not a DFlash
+          drafter."""
         scored: list[Scored] = []
         size = self._target.cache.num_rows
         for begin in range(0, len(requests), size):
@@ -230,11 +233,11 @@ class Scorer:
 
 
 def score(llm: LLM, drafter: Drafter, requests: Rows[Request]) -> list[Scored]:
-    """Computes in which rounds (drafted and accepted tokens) `drafter` would have generated each stored answer; returns
-    them in the order of `requests`. Requests longer than the KV cache are left out.
+    """Computes in which rounds (drafted and accepted tokens) `drafter` would have generated each stored answer. Returns
+    the results in the order of `requests`; requests longer than the KV cache are left out.
 
     The engine of `llm` must be idle; its state is reset afterwards. Raises ConfigError for a request that cannot be
-    scored, DrafterMismatchError if the drafter does not fit the target."""
+    scored (see `Scorer.score`), DrafterMismatchError if the drafter does not fit the target."""
     most = llm.target.cache.max_len
     fitting = [request for request in requests if len(request.prompt_ids) + len(request.answer_ids) <= most]
     try:

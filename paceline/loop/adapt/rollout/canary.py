@@ -26,9 +26,9 @@ MOST_READINGS = 120
 
 @dataclass(slots=True)
 class Canary:
-    """Puts a new drafter on running servers for a trial period (probation), judges it by their counters, and keeps it
-    or rolls it back. The servers are one paceline server, or one or more vLLM or SGLang servers. Of several only the
-    first one tries the new drafter, and is compared with the others."""
+    """Tries a new drafter on running servers. Loads it for a trial period (probation), judges it by the servers'
+    counters, and keeps it or rolls it back. The servers are one paceline server, or one or more vLLM or SGLang servers.
+    With several servers, at first only one loads the drafter, and is compared with the others."""
 
     deployment: Deployment
     traces: Path
@@ -43,8 +43,8 @@ class Canary:
     before_variances: dict[str, float] = field(default_factory=dict)
 
     def read(self, now: float) -> Counts:
-        """Read the server's counters at `now` (seconds since 1970); also adds them to the hourly sums `counted`, if
-        set."""
+        """Read the counters of all servers at `now` (seconds since 1970); returns their sums. If the field `counted` is
+        not None, also adds the reading to its hourly sums."""
         counts = self.deployment.counts()
         if self.counted:
             self.counted.read(now, counts)
@@ -64,9 +64,9 @@ class Canary:
             raise UnreachableError(str(error)) from error
 
     def look(self, now: float) -> Stage | None:
-        """Read the counters and the list of drafters. If a user has loaded a drafter since the last call, begin its
-        trial period and return it as a new `Stage` in the step "probation"; else return None. Of several new drafters
-        each call returns one. `now`: seconds since 1970."""
+        """Read the counters, and check whether a user has loaded a drafter by hand since the last call. If so, begin
+        the trial period of this drafter and return it as a new `Stage` in the step "probation"; else return None. If
+        there are several new drafters, each call returns one. `now`: seconds since 1970."""
         self.readings.append((now, self.read(now)))
         members, known = self.deployment.members(), self.known
         new = sorted(name for name, drafter in members.items() if known is not None and known.get(name) != drafter)
@@ -86,14 +86,15 @@ class Canary:
         return stage
 
     def swap_in(self, stage: Stage, now: float, save: Callable[[], None]) -> None:
-        """Put the drafter of `stage` into service and begin its trial period (probation) at `now`, in seconds since
-        1970. What is done on the server depends on the kind of the stage:
+        """Put the drafter of `stage` into service, and begin its trial period (probation) at `now`, in seconds since
+        1970. `stage.kind` determines what is changed on the server:
         - "propose": the drafter is loaded, and the stage's cluster is routed to it.
-        - "route": the drafter is loaded already; the stage's cluster is routed to it.
-        - other kinds: the drafter is loaded.
+        - "route": the stage's cluster is routed to the drafter, which the server has already.
+        - any other kind: the drafter is loaded.
 
-        `save` must store `stage`, which holds what a rollback needs. It is called before each change of the server,
-        since this process may be killed during the change. An error of `save` stops the change and is passed on.
+        `save`: function of the caller that writes `stage` to disk. It is called before each change of the server, so
+        that a restarted process can roll the change back. If it raises an error, the change is not made and the error
+        is re-raised.
 
         Raises DownloadError if the server refuses the drafter, DeployError if anything else prevents the change,
         UnreachableError if the server does not answer."""
@@ -127,9 +128,9 @@ class Canary:
         stage.begin_counting(counts, now + time.monotonic() - began_s, self.deployment.counts_apart())
 
     def spread(self, stage: Stage, save: Callable[[], None]) -> None:
-        """After the trial on the first server, load the stage's drafter on the others, too. `save` must store `stage`;
-        it is called before each server gets the drafter, and its errors are passed on. Raises DownloadError if a server
-        refuses the drafter or does not answer."""
+        """Load the stage's drafter on the remaining servers, after the trial on the first one. `save`: function of the
+        caller that writes `stage` to disk. It is called before each server gets the drafter; its errors are re-raised.
+        Raises DownloadError if a server refuses the drafter or does not answer."""
 
         def save_undo() -> None:
             stage.undo = self.deployment.undo
@@ -142,10 +143,14 @@ class Canary:
 
     def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
         """Judge the drafter on trial (probation) at `now`, in seconds since 1970. Returns None while the trial
-        continues, else (result, reason as text). Changes nothing on the server.
+        continues, else (result, reason as text). Changes nothing on the server; the caller acts on the result:
+        - "kept": keep the drafter.
+        - "rolled back": roll it back, because the server is worse than before.
+        - "unproven": roll it back, because it could not be judged.
+        - "gone": the drafter has left the server, so there is nothing to roll back.
 
-        The result is "kept", "rolled back" (the server is worse than before), "unproven" (it could not be judged) or
-        "gone" (the drafter has left the server)."""
+        With too little traffic the result is "unproven", or "kept" if `config.unproven` is "keep" or a user loaded the
+        drafter."""
         counts = self.read(now)
         if not self.deployment.is_well():
             return "unproven", "the server is not well"
@@ -187,8 +192,9 @@ class Canary:
         self._set_known(stage.member, self.deployment.members().get(stage.member))
 
     def forget(self, stage: Stage) -> None:
-        """Forget the drafter of `stage`, which has left the server; the stage's changes can no longer be rolled back.
-        If a drafter that the daemon does not know now has the same name, the next `look` begins a trial of it."""
+        """Stop watching the drafter of `stage`, which has left the server. The stage's changes can no longer be
+        rolled back. If the server has another, unknown drafter under this name, the next `look` begins the trial of
+        that one."""
         before = next((change[2] for change in stage.undo if change[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self.readings.clear()

@@ -40,25 +40,26 @@ def fall(
     now: float, before: float, log_variance: float, most: float, source: str = "", where: str = "before"
 ) -> str | None:
     """Tests if acceptance length fell from `before` to `now` by more than the share `most` (0.05: 5%), and by more than
-    chance explains (3.5 standard errors). If so, returns a text such as "2.71 tokens a round, 3.02 before"; else None.
+    chance explains (3.5 standard errors). If so, returns a message such as "2.71 tokens a round, 3.02 before"; else
+    None.
 
-    `log_variance`: squared standard error of log(now / before). `source`: text after "tokens a round", such as " by its
-    metrics". `where`: text after the value of `before`."""
+    `log_variance`: squared standard error of log(now / before). `source`: words to insert after "tokens a round".
+    `where`: words to use in place of "before"."""
     is_less = now < (1 - most) * before and math.log(before / now) > FALL_ERRORS * math.sqrt(log_variance)
     return f"{now:.2f} tokens a round{source}, {before:.2f} {where}" if is_less else None
 
 
 def variance_of_readings(sums: Sums, requests: float) -> float:
-    """Squared standard error of the log of acceptance length, for acceptance length computed from a server's counters.
-    `sums`: tokens and rounds between consecutive readings, where each interval counts as one request. `requests`: true
-    number of requests that ended in all intervals."""
+    """Squared standard error of the log of an acceptance length that was computed from readings of a server's counters.
+    `sums`: sums over the intervals between readings, with each interval counted as one request. `requests`: number of
+    requests that really ended in these intervals."""
     return sums.log_variance_of(max(requests / max(sums.requests, 1), 1.0))
 
 
 def more_failures(before: Failures, now: Failures, most: float, where: str = "before") -> str | None:
     """Tests if the share of failed requests (0 to 1) rose by more than `most`, and by more than chance explains. If so,
-    returns a text with both shares; else None, also if `now` has fewer than 20 requests or 3 failures. `where`: where
-    or when `before` was measured, for the text."""
+    returns a message with both shares; else None. Always returns None if `now` has fewer than 20 requests or 3
+    failures. `where`: words for the message that say where or when `before` was measured."""
     if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
         return None
     if chance_of(before, now) >= LEVEL:

@@ -49,8 +49,9 @@ WHOLE = ""
 
 @dataclass(slots=True)
 class Stage:
-    """One piece of work of the daemon, such as a training or the exchange of a drafter: its kind, its current step, and
-    all data that a restarted daemon needs to continue it."""
+    """One piece of work of the daemon, such as training a drafter and deploying it. `kind` is its purpose, such as
+    "retrain"; `name` is its current step, such as "training" or "probation". The other fields are what a restarted
+    daemon needs to continue it."""
 
     kind: str
     name: str
@@ -100,7 +101,7 @@ class Stage:
     """Sums of tokens and rounds between the readings of the probation, each one request, in the order of the fields of
     Sums: of the server, or of the canary and of the others."""
     served: str = ""
-    """Name under which the server lists the drafter on probation."""
+    """Folder or model name that the server reports for the drafter on probation; "" if it reports neither."""
     drafts: float | None = None
     """Rounds drafted by this drafter before the probation, if the server counts by drafter."""
     undo: list[list[str | None]] = field(default_factory=list)
@@ -125,11 +126,13 @@ class Stage:
         return self.kind in ("retrain", "propose") and self.name not in ("probation", "spread", "undo")
 
     def lasted(self, now: float) -> float:
-        """Seconds that the current step has lasted at `now` (seconds since 1970), corrected for clock changes."""
+        """Seconds from the start of the current step to `now` (seconds since 1970), corrected for changes of the system
+        clock."""
         return now - self.began - self.skew
 
     def pause(self, now: float) -> None:
-        """Add the time for which a current training has run until `now` (seconds since 1970) to the field `used`."""
+        """In the step "training", add the time since its start to the field `used`, so that a restarted daemon knows
+        how long the training has run. Has no effect in other steps. `now`: seconds since 1970."""
         if self.name == "training":
             self.used += max(self.lasted(now), 0.0)
             self.began, self.skew = now, 0.0
@@ -141,24 +144,25 @@ class Stage:
         self.away_since += by if self.away_since else 0.0
 
     def wait(self, now: float) -> None:
-        """Record that the server did not answer at `now` (seconds since 1970), and set the time of the next try. Pauses
-        double from 1 minute to 1 hour; during a probation there is no pause."""
+        """Record that the server did not answer at `now` (seconds since 1970), and set the time of the next try. The
+        pause doubles with each failed try, from 1 minute to 1 hour. During a probation (trial period of a new drafter)
+        there is no pause."""
         self.away_since = self.away_since or now
         pause = min(FIRST_WAIT_S * 2 ** min(self.num_tries, 10), LONGEST_WAIT_S)  # 2.0**1024 overflows
         self.wait_until = now if self.name == "probation" else now + pause
         self.num_tries += 1
 
     def reached(self) -> None:
-        """Record that the server answers."""
+        """Record that the server answers again: resets the pause between tries."""
         self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
     def begin_probation(self, traces: Path, earlier: Sequence[Counts], counts: Counts, now: float) -> None:
         """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970. First computes the
-        figures of the time before, with which later ones are compared.
+        baseline, with which the trial period is compared: how the server did before.
 
-        Each cluster's acceptance length comes from the last 24 hours in the folder `traces`. The whole server's
-        acceptance length, time per round and failures come from its counters: `earlier` are earlier readings, oldest
-        first, `counts` is the reading at `now`."""
+        The baseline of each cluster's acceptance length comes from the traces of the last 24 hours in the folder
+        `traces`. That of the whole server's acceptance length, time per round and failures comes from the counters.
+        `earlier`: earlier readings of these, oldest first; `counts`: the reading at `now`."""
         first = earlier[0] if earlier else counts
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
@@ -172,19 +176,19 @@ class Stage:
 
     def begin_counting(self, counts: Counts, now: float, apart: tuple[Counts, Counts] | None = None) -> None:
         """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970, and store the counters
-        at its start. The figures that `begin_probation` has stored stay unchanged.
+        at its start. Keeps the baseline that `begin_probation` has computed.
 
-        `counts`: counters of all servers together. `apart`: with several servers, stored instead of `counts`: (counters
-        of the first server, which has the new drafter; sum of the other servers' counters)."""
+        `counts`: sum of all servers' counters. `apart`: only with several servers, and then stored in place of
+        `counts`: (counters of the first server, which has the new drafter; sum of the other servers' counters)."""
         self.name, self.began, self.skew = "probation", now, 0.0
         self.counted = self.seen = list(astuple(apart[0] if apart else counts))
         self.others = self.others_seen = list(astuple(apart[1])) if apart else []
         self.sums = []
 
     def look(self, counts: Counts, drafts: float | None) -> None:
-        """Store a reading of the server's counters during a trial period. If counters fell, the server was restarted:
-        then counting starts again from this reading. `drafts`: rounds in which this stage's drafter has drafted; None
-        if the server does not count by drafter."""
+        """Store a reading of the server's counters during a trial period. If counters are lower than at the last
+        reading, the server was restarted: the trial's rounds are then counted from this reading on. `drafts`: total
+        rounds in which this stage's drafter has drafted; None if the server does not count rounds by drafter."""
         if is_restarted(Counts(*self.seen), counts):
             self.counted = self.seen = list(astuple(counts))
             self.sums = []
@@ -200,12 +204,13 @@ class Stage:
         self.sums = [list(astuple(each + gain)) for each, gain in zip(sums, gains, strict=True)]
 
     def rounds(self, drafts: float | None) -> float:
-        """Returns the number of rounds since the start of the trial period:
-        - If the server counts by drafter: rounds in which this stage's drafter has drafted.
+        """Returns the number of rounds since the start of the trial period that say something about the new drafter:
+        - If the server counts rounds by drafter: those of this stage's drafter.
         - Otherwise, with one server: all its rounds.
-        - Otherwise, with several: rounds of the first server or of all others together, whichever is less.
+        - Otherwise, with several servers: the rounds of the first one, or of all others together if these are fewer.
 
-        `drafts`: the server's present count of rounds of this stage's drafter; None if it does not count by drafter."""
+        `drafts`: total rounds in which this stage's drafter has drafted; None if the server does not count rounds by
+        drafter."""
         if drafts is not None and self.drafts is not None:
             return drafts - self.drafts
         return min(each.rounds for each in self._gains())
@@ -222,9 +227,9 @@ class Stage:
         self.seen, self.others_seen = (list(astuple(counts)) for counts in apart)
 
     def fault_of_canary(self, config: WatchConfig) -> str | None:
-        """Compares the first server, which has the new drafter, with the other servers since the start of the trial
-        period. Returns a text if it has clearly more failures or a clearly lower acceptance length; else None. `config`
-        sets the limits."""
+        """Tests if the first server, which has the new drafter, does worse than the other servers in the trial period.
+        Returns a message if it has clearly more failures or a clearly lower acceptance length; else None. `config` sets
+        the limits."""
         canary, others = self._gains()
         where = "on the other servers"
         before, now = (Failures(each.errors, each.requests) for each in (others, canary))
@@ -238,9 +243,10 @@ class Stage:
         return fall(lengths[0], lengths[1], variance, config.most_drop, " on the canary", where)
 
     def kept_why(self, drafts: float | None) -> str:
-        """Returns a text that says why the new drafter is kept: with one server in how many rounds nothing got worse,
-        with several their acceptance lengths. `drafts`: the server's count of rounds of this stage's drafter; None if
-        it does not count by drafter."""
+        """Returns the reason for keeping the new drafter, as text for the log. With one server it names the number of
+        rounds in which nothing got worse; with several servers, acceptance length with the new drafter and with the old
+        one. `drafts`: total rounds in which this stage's drafter has drafted; None if the server does not count rounds
+        by drafter."""
         if not self.others:
             return f"nothing fell in {self.rounds(drafts):g} rounds"
         canary, others = self._gains()
@@ -248,11 +254,13 @@ class Stage:
         return f"{figures[0]} in {canary.rounds:g} rounds of the canary, {figures[1]} on the other servers"
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Checks at `now` (seconds since 1970) if the trial period can end, once `fault` has found nothing. `drafts`:
-        the server's count of rounds of this stage's drafter; None if it does not count by drafter. Returns:
+        """Checks at `now` (seconds since 1970) if the trial period can end. To be called after `fault` has found
+        nothing. `drafts`: total rounds in which this stage's drafter has drafted; None if the server does not count
+        rounds by drafter. Returns:
         - "proven": `config.probation_minutes` have passed, with at least 200 rounds.
-        - "unproven": there are fewer than 200 rounds after `config.most_probation_hours`. Also in place of "proven" if
-          the clock was set back and the whole server's earlier acceptance length is unknown.
+        - "unproven": `config.most_probation_hours` have passed, with fewer than 200 rounds. Also in place of "proven"
+          if acceptance length could not be compared: the clock was set back, and the whole server's earlier value is
+          unknown.
         - None: the trial continues."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
@@ -261,13 +269,13 @@ class Stage:
         return "unproven" if self.lasted(now) >= config.most_probation_hours * HOUR_S else None
 
     def fault(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
-        """Compares the server now with the time before the new drafter. Returns a text if there are clearly more
-        failures, a longer time per round or a lower acceptance length; else None. `counts`: the server's counters at
-        `now`, in seconds since 1970; `config` sets the limits.
+        """Tests if the server does worse now than before the new drafter. Returns a message if there are clearly more
+        failures, clearly longer rounds or a clearly lower acceptance length; else None. `counts`: the server's counters
+        at `now`, in seconds since 1970; `config` sets the limits.
 
-        Acceptance length is compared by cluster if the files in `traces` have at least 200 rounds of the trial period,
-        otherwise for the whole server, from its counters. If the clock was set back, both are compared, since traces
-        may be missing."""
+        Acceptance length comes from the files in `traces` if these have at least 200 rounds of the trial period. It is
+        then compared with the earlier values of the same clusters. Otherwise it comes from the counters, for the whole
+        server. If the clock was set back, both are compared, since traces may be missing."""
         then = Counts(*self.counted) + (Counts(*self.others) if self.others else Counts())
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):
@@ -305,7 +313,8 @@ def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bo
 
 
 def word_of(clusters: Sequence[str]) -> str:
-    """Joins the names of these clusters to one name of letters, digits and dashes, at most 40 characters."""
+    """Joins the names of these clusters to one name for a folder or drafter: letters, digits and dashes, at most 40
+    characters."""
     return "-".join(re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "cluster" for name in clusters)[:40]
 
 

@@ -34,8 +34,8 @@ STOPPED = -1000
 
 @dataclass(slots=True)
 class Steps:
-    """Base class of the daemon: its state, and the steps of its current `Stage` (a piece of work, such as a
-    training)."""
+    """Base class of the daemon: holds its state, and carries out the steps of its current `Stage` (a piece of work,
+    such as training a drafter and deploying it)."""
 
     store: StoreConfig
     engine: EngineConfig

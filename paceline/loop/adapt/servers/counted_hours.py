@@ -29,8 +29,8 @@ FILE = "counted.jsonl"
 
 @dataclass(slots=True)
 class CountedHours:
-    """Converts readings of a server's counters into hourly sums of tokens and rounds, stored in counted.jsonl in
-    `folder`."""
+    """Computes hourly sums of tokens and rounds from readings of a server's counters, for servers whose traces contain
+    no rounds. Stores them in counted.jsonl in `folder`."""
 
     folder: Path
     left_out: Counter[str] = field(default_factory=Counter)
@@ -39,16 +39,16 @@ class CountedHours:
     _pairs: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def read(self, now: float, counts: Counts) -> None:
-        """Add a reading of the counters, taken at `now` (seconds since 1970). `counts` must not start at 0 again when
-        the server restarts: give sums from `Meter`. Intervals in which a counter fell are left out."""
+        """Add a reading of the counters, taken at `now` (seconds since 1970). `counts`: totals that continue over
+        restarts of the server, as `Meter` computes them. Intervals in which a counter fell are left out."""
         if self._before is not None and (pairs := pairs_of([self._before[1], counts])):
             self._pairs[int(self._before[0] // HOUR_S)] += pairs
         self._before = now, counts
 
     def hours(self, until: int, since: int = 0) -> dict[int, dict[str, Sums]]:
-        """Write the hours before `until` that are not stored yet to counted.jsonl. Returns {hour: {"all": sums of
-        tokens and rounds}} of the stored hours in [since, until), counted from 1970. Raises CacheError on a write
-        error."""
+        """Returns the sums of each hour in [since, until), counted from 1970, as {hour: {"all": sums of tokens and
+        rounds}}. All traffic is one cluster, named "all". First writes new hours before `until` to counted.jsonl.
+        Raises CacheError on a write error."""
         file, self.left_out = self.folder / FILE, Counter()
         with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
             for hour in sorted(number for number in self._pairs if number < until):
@@ -64,19 +64,20 @@ class CountedHours:
 
 
 def pairs_of(readings: Iterable[Counts]) -> list[tuple[float, float]]:
-    """Returns (tokens, rounds) counted from each reading to the next, except where no round was counted or a counter
-    fell."""
+    """Returns the (tokens, rounds) that were counted between each reading and the next. Intervals without a round, or
+    in which a counter fell, are left out."""
     gains = [(now.rounds - then.rounds, now.accepted - then.accepted) for then, now in pairwise(readings)]
     return [(rounds + accepted, rounds) for rounds, accepted in gains if rounds > 0 and accepted >= 0]
 
 
 def stored_hours(store: StoreConfig) -> tuple[dict[int, dict[str, Sums]], Counter[str], str]:
-    """Reads the recorded traffic. Returns ({hour since 1970: {cluster: sums of tokens and rounds}}, {reason: number of
-    requests or hours that were left out}, source).
+    """Reads the recorded traffic: from the traces, or from counted.jsonl in the state folder if no trace has rounds.
+    Returns three values:
+    - {hour since 1970: {cluster: sums of tokens and rounds}}
+    - {reason: number of requests or hours that were left out}
+    - the source: "traces" or "counted.jsonl"; "" if there is no traffic
 
-    The source is "traces" if any trace has rounds. Otherwise the hours come from counted.jsonl in the state folder,
-    whose name is then the source. Without any hour the source is "". Raises ConfigError if the folder of traces does
-    not exist."""
+    Raises ConfigError if the folder of traces does not exist."""
     hours, left_out = read_hours(store.traces)
     if hours:
         return hours, left_out, "traces"

@@ -51,7 +51,8 @@ LEAST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Values of the counters in a server's metrics since its start; for several servers their sums."""
+    """Counters of a server: totals since its start, from its metrics; for several servers their sums. `rounds` counts
+    the rounds of each request, `steps` those of the whole batch; `busy_s` is the time of these in seconds."""
 
     tokens: float = 0.0
     rounds: float = 0.0
@@ -83,11 +84,11 @@ class Reading:
 
 @dataclass(slots=True)
 class Meter:
-    """Sums the counters of one engine over its restarts, at each of which they begin at 0 again.
+    """Sums the counters of one engine over its restarts. A restarted engine counts from 0 again.
 
-    A restart is detected if counters are lower than at the last reading; counts between that reading and the restart
-    are lost. If all counters have already grown beyond their last values at the next reading, it is not detected, and
-    all counts of the earlier run are lost."""
+    A restart is detected if counters are lower than at the last reading. The counts between that reading and the
+    restart are then lost. If all counters have already grown beyond the last reading, the restart is not detected, and
+    all counts before it are lost."""
 
     earlier: Counts = field(default_factory=Counts)
     """Counts before the latest restart."""
@@ -101,9 +102,9 @@ class Meter:
     def read(self, reading: Reading) -> Counts:
         """Add a reading; returns the counts summed over all restarts.
 
-        For SGLang the accepted drafts since the last reading are computed: generated tokens, minus one per finished
-        request (its first token needs no round), minus one per round (the bonus token). If SGLang does not count
-        rounds, their number is estimated from its gauge of recent acceptance length."""
+        SGLang does not count accepted drafts. Since the last reading, they are the generated tokens, minus one per
+        finished request (its first token needs no round), minus one per round (the bonus token). If SGLang does not
+        count rounds either, these are estimated from its gauge of recent acceptance length."""
         raw = reading.counts
         if _is_partial(self.last, raw):
             return self.total
@@ -132,20 +133,21 @@ class Meter:
 
 @dataclass(slots=True)
 class Meters:
-    """Sums the counters of several servers over their restarts. `of`: server address -> engine -> meter."""
+    """Sums the counters of several servers over their restarts. `of`: server address -> name of an engine -> its
+    meter."""
 
     of: dict[str, dict[str, Meter]]
 
     def read(self, clients: Iterable[Client], model: str | None, needed: Container[str] | None = None) -> Counts:
-        """Read the metrics of all servers; returns the sum of their counts. `model`: name of the served model to count;
-        `needed`: addresses of the servers that must answer [default: all].
+        """Read the metrics of all servers; returns the sum of their counts. `model`: name of the served model to count,
+        needed if a server has several; `needed`: addresses of the servers that must answer [default: all].
 
-        The last known counts are used for a server outside `needed` that does not answer, for a metrics page without
-        known metrics, and for an engine whose token count is missing.
+        Where new counts are missing, the last known ones are used: for a server outside `needed` that does not answer,
+        and for incomplete metrics.
 
-        Raises DownloadError, after reading all servers, if a needed server does not answer or no page can be used.
-        Raises DeployError at once if a needed server refuses the request, if its metrics are of other models only, or
-        if they are of several models and `model` is None."""
+        Raises DownloadError, after reading all servers, if a needed server does not answer or no server's metrics can
+        be used. Raises DeployError at once if a needed server refuses the request, or if its metrics do not fit
+        `model`: they are of other models only, or of several while `model` is None."""
         pages, errors, away = dict[str, dict[str, dict[str, float]]](), list[DownloadError](), list[DownloadError]()
         for client in clients:
             is_needed = needed is None or client.url in needed
@@ -183,19 +185,19 @@ class Meters:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from the JSON that `saved` returned, without servers that are not used any more. Raises ValueError
-        or TypeError if the JSON is invalid."""
+        """Continue from the JSON that `saved` returned. Servers that are not used any more are ignored. Raises
+        ValueError or TypeError if the JSON is invalid."""
         for server in self.of.keys() & saved.keys():
             self.of[server] = {engine: Meter.of(meter) for engine, meter in saved[server].items()}
 
 
 def is_restarted(before: Counts, after: Counts) -> bool:
-    """True if the server was restarted between two readings of its counters. Signs of a restart:
+    """True if the server was restarted between two readings of its counters. Each of these shows a restart:
     - The token count fell.
     - The number of rounds or of accepted drafts fell to a value above 0.
     - All counters that were above 0 fell.
 
-    Any other fall means that the metrics page lacks some counters, which are read as 0."""
+    If other counters fell, the metrics page lacks them, and they were read as 0."""
     pairs = _counters(before, after)
     fell = any(0 < getattr(after, name) < getattr(before, name) for name in ("rounds", "accepted"))
     return after.tokens < before.tokens or fell or (bool(pairs) and all(value < then for then, value in pairs))
@@ -208,8 +210,8 @@ def tokens_per_round(before: Counts, after: Counts) -> float | None:
 
 
 def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
-    """Returns (mean batch size, seconds per round) between two readings of a server's counters. Returns None after
-    fewer than 100 rounds (LEAST_STEPS), or if the server does not report its time."""
+    """Returns (mean batch size, seconds per round of the batch) between two readings of a server's counters. Returns
+    None after fewer than 100 rounds (LEAST_STEPS), or if the server does not report the time of its rounds."""
     steps, busy_s = after.steps - before.steps, after.busy_s - before.busy_s
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
@@ -259,11 +261,11 @@ def _counters(before: Counts, now: Counts) -> list[tuple[float, float]]:
 
 
 def drafts_of(client: Client, member: str) -> float | None:
-    """Returns the number of rounds in which the drafter named `member` has drafted. Raises DownloadError if the server
-    does not answer.
+    """Returns the number of rounds in which the drafter named `member` has drafted, from the server's metrics. Raises
+    DownloadError if the server does not answer.
 
-    Servers count a limited number of drafters by name, and all further ones together as "other". Returns None if
-    `member` may be among these, or if the server does not count by drafter."""
+    Returns None if the number is unknown: the server does not count rounds by drafter, or counts this one with others.
+    A server counts a limited number of drafters by name, and the rest together as "other"."""
     values = totals(metrics_of(client, by=("drafter",)))
     is_counted = any(name.startswith(DRAFTS) for name in values)
     unknown = None if f"{DRAFTS}{{{OTHER}}}" in values or not is_counted else 0.0
@@ -272,12 +274,14 @@ def drafts_of(client: Client, member: str) -> float | None:
 
 def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Reads a server's metrics page; returns {engine: {metric: value}}. Values of one metric with different labels are
-    added up (SGLang's acceptance lengths and rates: averaged). `model`: count only this served model.
+    added up; acceptance lengths and rates of SGLang are averaged. `model`: count only this served model.
 
-    `by`: labels of which each value also gets its own sum, under the key METRIC{VALUE}; `finished_reason` always does.
+    `by`: names of labels. Each value of these labels also gets a separate sum, under the key METRIC{VALUE}. The label
+    `finished_reason` is always among them.
 
     Raises DownloadError if the server does not answer or the page has no known metric. Raises DeployError if the server
-    refuses the request, has metrics of other models only, or of several while `model` is None."""
+    refuses the request or has metrics of other models only. Also raises it if there are several models and `model` is
+    None."""
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
     try:
         engines = engines_of(text, model, ("finished_reason", *by))

@@ -43,9 +43,9 @@ log = logging.getLogger("paceline.loop.adapt")
 def open_deployment(
     config: DeployConfig, incumbent: Path | None = None, folders: EngineFolders | None = None
 ) -> Deployment:
-    """Creates the `Deployment` for the servers of `config`; sends no request yet. `incumbent`: folder of the drafter
-    that vLLM or SGLang serves now, to which a rollback returns. `folders` converts drafters to the format of vLLM or
-    SGLang; None: they are passed unchanged."""
+    """Creates the `Deployment` for the servers of `config`; sends no request yet. Only vLLM and SGLang use the other
+    arguments. `incumbent`: folder of the drafter that the servers have now, to which a rollback returns. `folders`:
+    converts drafters to the engine's format before they are loaded; None loads them unchanged."""
     if config.engine == "paceline":
         return PacelineServer(config)
     return (VllmServers if config.engine == "vllm" else SglangServers)(config, incumbent, folders)

@@ -14,8 +14,9 @@ from paceline.report.tables import ignore
 
 
 class Deployment(ABC):
-    """Interface to the servers on which drafters are deployed. Every method that sends a request raises DownloadError
-    if a server refuses it, and UnreachableError (a subclass) if a server does not answer."""
+    """Interface to the servers on which drafters are deployed: loads drafters, routes requests to them, reads counters
+    and rolls changes back. Every method that sends a request raises DownloadError if a server refuses it, and
+    UnreachableError (a subclass) if a server does not answer."""
 
     traces_rounds = False
     """True if these servers' traces contain the accepted drafts of each round."""
@@ -31,13 +32,13 @@ class Deployment(ABC):
         """Counter sums by server address; a restarted daemon restores them from its saved state."""
 
     def serves(self, drafter: str) -> None:
-        """Record that `drafter` (folder or name) serves now, which vLLM and SGLang do not report."""
+        """Record that `drafter` (folder or name) serves now. Needed for vLLM and SGLang, which do not report it."""
 
     @abstractmethod
     def members(self) -> dict[str, str]:
-        """Returns {name on the server: drafter}, where a drafter is a folder or a model name. All vLLM or SGLang
-        servers together have one entry, named "drafter". A drafter that a user loaded on one of them by hand has an
-        entry under the server's address, if the server reports it."""
+        """Returns the drafters on the server, as {name on the server: folder or model name}. All vLLM or SGLang servers
+        together have one drafter, named "drafter". If a user has loaded another one on such a server by hand, it has an
+        entry under the server's address, provided that the server reports it."""
 
     @abstractmethod
     def place_of(self, drafter: str) -> str:
@@ -51,26 +52,29 @@ class Deployment(ABC):
 
     @abstractmethod
     def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
-        """Load the drafter in `folder` under `name`, in place of a drafter of this name. Of several servers only the
+        """Load the drafter in `folder` under `name`, in place of a drafter of this name. With several servers only the
         first one loads it.
 
-        Before the server gets the request, the field `undo` gets what `roll_back` needs, and `save_undo` is called to
-        store it. If `save_undo` raises an error, nothing is loaded. After an UnreachableError it is unknown if the
-        server has changed. After other errors of a first call the server has the earlier drafter."""
+        `save_undo`: function of the caller that writes the field `undo` to disk. It is called before the server gets
+        the request, when `undo` contains what `roll_back` needs. If it raises an error, nothing is loaded.
+
+        After an UnreachableError it is unknown which drafter the server has. After any other error it has the earlier
+        one, unless this call was a retry."""
 
     def load_others(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
-        """Load the drafter on the other servers, one after the other. `save_undo` is called before each server gets its
-        request, as in `load`. After an error the servers before the failed one keep the new drafter; `roll_back`
-        restores them."""
+        """Load the drafter on the remaining servers, one after the other, after `load` on the first one. `save_undo` is
+        called before each server gets its request, as in `load`. If a server fails, those before it keep the new
+        drafter; `roll_back` restores them."""
 
     @abstractmethod
     def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
-        """Route all requests of a cluster to the drafter `name`, with `undo` and `save_undo` as in `load`. Raises
-        DeployError if the server cannot route clusters or does not know this one."""
+        """Route all requests of a cluster (group of similar requests) to the drafter `name`. `save_undo` is called
+        before the request, as in `load`. Raises DeployError if the server cannot route clusters or does not know this
+        one."""
 
     def loaded_by_hand(self, name: str, before: str | None) -> None:
-        """Record that a user has loaded a drafter under `name`, so that `roll_back` can restore `before`, the drafter
-        that had the name until then (None: there was none)."""
+        """Record that a user has loaded a drafter under `name`, so that `roll_back` can undo it. `before`: the earlier
+        drafter of this name, which is restored; None if the name was unused."""
 
     def keep(self) -> None:
         """Accept the changes so far: `roll_back` no longer undoes them."""
@@ -84,8 +88,9 @@ class Deployment(ABC):
         return self.meters.read(self._clients, self.config.served_name, {client.url for client in self._needed()})
 
     def counts_apart(self) -> tuple[Counts, Counts] | None:
-        """Returns (counts of the server with the drafter on trial, counts of all other servers together) at the latest
-        reading; None if there are no other servers. Without a trial the first server counts as the one with it."""
+        """Returns the counters at the latest reading, separated for a comparison: (counts of the server with the
+        drafter on trial, counts of all other servers together). Without a trial the first of the two is the first
+        server. Returns None if there are no other servers."""
         return None
 
     def drafts(self, name: str) -> float | None:
@@ -99,8 +104,8 @@ class Deployment(ABC):
         return True
 
     def is_well(self) -> bool:
-        """True if all servers report that they are healthy. While one of several servers tries a new drafter, only this
-        one is asked. Raises UnreachableError if it does not answer."""
+        """True if the servers report that they are healthy. Checks all of them; while one of several servers tries a
+        new drafter, checks only that one. Raises UnreachableError if a checked server does not answer."""
         return all(is_well(client) for client in self._needed())
 
     def _needed(self) -> list[Client]:
@@ -108,8 +113,8 @@ class Deployment(ABC):
         return self._clients
 
     def check_start(self) -> None:
-        """Raises ConfigError if a server does not support the chosen way of loading drafters. Servers that do not
-        answer are skipped."""
+        """Checks the servers before the daemon starts. Raises ConfigError if one does not support the chosen way of
+        loading drafters. Servers that do not answer are skipped."""
 
     def close(self) -> None:
         for client in self._clients:

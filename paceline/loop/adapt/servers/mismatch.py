@@ -80,15 +80,15 @@ class Ranked:
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Encodes a prompt, with the chat template if the target has one."""
+    """Encodes a prompt to token ids, as a chat message if the tokenizer has a chat template."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(prompt)
     return tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
 def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Request]:
-    """Generates the target's greedy answers, of at most `max_tokens`, to prompts given as token ids; returns them as
-    requests for `rank` and `measure`. Answers of fewer than two tokens are left out."""
+    """Generates the target's greedy answers, of at most `max_tokens` tokens, to prompts given as token ids. Returns
+    prompts and answers as requests for `rank` and `measure`. Answers of fewer than two tokens are left out."""
     params = SamplingParams(max_tokens=max_tokens)
     answers = llm.generate_ids(list(prompts), params)
     return [
@@ -121,13 +121,15 @@ def rank(
     requests: Sequence[Request],
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Ranked]:
-    """Measures the acceptance length of a drafter and of its variations (copies with one setting changed) on
-    `requests`.
+    """Compares a drafter with its variations (copies with one setting changed), to find a wrong setting. Measures the
+    acceptance length of each on `requests`.
 
     Returns one `Ranked` per drafter: first the unchanged drafter, then the variations, the highest acceptance length
-    first. All variations are measured on the first few requests, the best ones then on all. Those that cannot run are
-    left out. `tell` is called with the description of each. Raises DrafterMismatchError if the unchanged drafter does
-    not fit the target."""
+    first. All variations are measured on the first six requests, the best four then on all. Variations that cannot run
+    are left out.
+
+    `tell`: function that receives the description of each variation, to show progress. Raises DrafterMismatchError if
+    the unchanged drafter does not fit the target."""
     few = list(requests)[:FIRST_LOOK]
     own = _rounds(llm, drafter_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
@@ -163,8 +165,8 @@ def _is_higher(rounds: Sequence[Rounds], baseline: Sequence[Rounds]) -> bool:
 
 
 def named(ranked: Sequence[Ranked]) -> Ranked | None:
-    """Returns the best variation in `ranked` (a result of `rank`) if its acceptance length is far enough above the
-    unchanged drafter's to show which setting is wrong; else None."""
+    """Returns the variation in `ranked` (a result of `rank`) that shows which setting is wrong: the best one, if its
+    acceptance length is clearly above the unchanged drafter's. Otherwise returns None."""
     as_is, *others = ranked
     if not others:
         return None

@@ -19,8 +19,8 @@ Change = tuple[str, str, Eagle3Checkpoint]
 
 
 def changes(stored: Eagle3Checkpoint, target: Target, thetas: Sequence[float]) -> Iterator[Change]:
-    """Yields copies of an EAGLE-3 drafter with one setting changed each; leaves out values that the target rules out.
-    `thetas`: values of rope_theta to try."""
+    """Yields copies of an EAGLE-3 drafter, each with one setting changed that may be wrong. Layers and token ids that
+    cannot be right are not tried. `thetas`: values of rope_theta to try."""
     yield from _layer_ids(stored, target)
     yield from _norms(stored)
     config = stored.config

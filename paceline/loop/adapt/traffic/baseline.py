@@ -26,8 +26,8 @@ MEMORY_WEEKS = 8.0
 
 
 class Seasonal:
-    """Learns the usual log acceptance length at each hour of the week, and predicts it. To judge an hour by the earlier
-    ones, call `predict` before `learn` adds it."""
+    """Learns the usual log acceptance length at each hour of the week, and predicts it. Call `predict` for an hour
+    before `learn` adds it, so that the prediction comes from earlier hours only."""
 
     def __init__(self) -> None:
         self._weights = np.zeros((7, DAY))
@@ -79,13 +79,15 @@ class Seasonal:
         return level + float(values[day, of_day]), variance + float(variances[day, of_day])
 
     def shared_variance(self, hour: int) -> float:
-        """Returns the variance of the prediction errors that all hours of a day share: those of the level and of the
-        day of the week. `hour`: any hour of the day, counted from 1970."""
+        """Returns the part of the prediction's variance that all hours of one day share, so that a mean over the day
+        does not reduce it: the variances of the level and of the day of the week. `hour`: any hour of the day, counted
+        from 1970."""
         _, variance, _, _, days = self._fit or self._fitted()
         return variance + float(days[day_and_hour(hour)[0], 0])
 
     def shift(self, by: float) -> None:
-        """Add `by` (difference of log acceptance length) to all earlier observations: the usual level has changed."""
+        """Move the usual level by `by` (difference of log acceptance length), as if all earlier observations had been
+        higher by it."""
         self._sums += self._weights * by
         self._fit = None
 

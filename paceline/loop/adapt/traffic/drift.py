@@ -53,8 +53,8 @@ State = Literal["learning", "calm", "raised", "held"]
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Difference of one hour's log acceptance length from its usual value (`value`), and its variance. `raw`: the log
-    acceptance length itself; `raw_variance`: its squared standard error."""
+    """Difference of one hour's log acceptance length from its usual value. `value`, `variance`: the difference and its
+    variance. `raw`, `raw_variance`: the log acceptance length itself and its squared standard error."""
 
     hour: int
     value: float
@@ -65,8 +65,9 @@ class Residual:
 
 @dataclass(slots=True)
 class Series:
-    """Detects lasting drops of hourly log acceptance length (or a similar quantity) below its usual daily and weekly
-    course. Call `update` for every hour with traffic, then `tick` for every hour; hours are counted from 1970."""
+    """Watches one hourly series, such as a cluster's log acceptance length, and raises an alarm when it stays below its
+    usual daily and weekly course. Call `update` for every hour with traffic, then `tick` for every hour. Hours are
+    counted from 1970."""
 
     config: PolicyConfig
     season: Seasonal = field(default_factory=Seasonal)
@@ -122,8 +123,8 @@ class Series:
         self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
-        """Must be called after every hour, with or without traffic. At the end of each day since an alarm (drop below
-        the usual course) was raised, decides if it continues, is confirmed, or ends."""
+        """Must be called at the end of every hour, with or without traffic. Once a day after an alarm was raised (drop
+        below the usual course), decides if the alarm continues, is confirmed, or ends."""
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._num_days:
             return
         self._num_days = (hour + 1 - self.raised_at) // DAY
@@ -161,8 +162,8 @@ class Series:
 
     def change_drafter(self, hour: int) -> None:
         """Record that another drafter serves this traffic from `hour` (since 1970) on, and end any alarm. The usual
-        level is then estimated anew, from a day of traffic; the usual differences between hours are kept. With at most
-        two days of earlier traffic, the differences are learned anew, too."""
+        level is then estimated anew, from a day of traffic. The usual differences between hours are kept, unless there
+        is too little earlier traffic (at most two days) to know them."""
         self._calm()
         if self.season.has_day:
             self._level_residuals, self._changed_at = [], hour

@@ -41,8 +41,9 @@ since few requests cannot estimate it."""
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums over requests: their number, their tokens and rounds, and the squares and products of these, for the
-    standard error of acceptance length. Each answer's first token is not counted: it needs no round."""
+    """Sums over requests, from which acceptance length and its standard error are computed: the number of requests,
+    their tokens and rounds, and the squares and products of these. The first token of each answer is not counted, since
+    it needs no round."""
 
     requests: float = 0
     tokens: float = 0.0
@@ -75,9 +76,9 @@ class Sums:
         return self.log_variance_of(1.0)
 
     def log_variance_of(self, requests_each: float) -> float:
-        """Like `log_variance`, for sums that count groups of requests as one request each, such as all requests between
-        two readings of a server's counters. `requests_each`: mean number of requests in a group. Groups are assumed to
-        be independent."""
+        """Like `log_variance`, for sums in which a group of requests counts as one, such as all requests between two
+        readings of a server's counters. `requests_each`: mean number of requests in a group. Requests are assumed to be
+        independent."""
         if not self.requests or self.tokens <= 0:
             return math.inf
         ratio, mean = self.tokens_per_round, self.tokens / self.requests

@@ -42,7 +42,9 @@ drift counts as true if it was confirmed: the confirmation is due to the drift."
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one replay of a policy on synthetic traffic. An alarm is a detected drop of acceptance."""
+    """Result of one replay of a policy on `hours` hours of synthetic traffic. `retrains`: trainings of the serving
+    drafter; `proposed`: drafters proposed for one cluster; `false_alarms`: alarms (detected drops of acceptance)
+    confirmed without a drift."""
 
     retrains: int
     false_alarms: int
@@ -62,8 +64,8 @@ class Outcome:
 
     @property
     def net_tokens_per_s(self) -> float:
-        """Tokens per second of one request, times serving cost / (serving cost + cost of all trainings); see the
-        module."""
+        """Tokens per second of one request, lowered by the cost of trainings: multiplied by serving cost / (serving
+        cost + cost of all trainings)."""
         tokens_per_s = 1000 * self.tokens_per_round / self.prices.round_ms
         serving = self.hours * self.prices.serving_price
         cost = serving + TRAINING_HOURS * self.trainings * self.prices.training_price
@@ -76,13 +78,13 @@ def run(
     prices: PriceConfig | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Replays a policy on synthetic traffic, or on stored traces if `config.traces` is set; trains no model. Returns
-    the JSON object that `paceline adapt replay` prints. `policy`, `prices`: settings of the seasonal policy.
+    """Replays a policy on synthetic traffic, or on the traces in the folder `config.traces` if that is set. Trains no
+    model. `policy`, `prices`: settings of the seasonal policy. Raises ConfigError if no trace has rounds.
 
-    For synthetic traffic the result has the keys of `summary`, and "scenario", "policy" and "seeds". For traces the
-    keys are "policy", "hours", and the numbers "retrains" (trainings decided), "alarms" (confirmed) and
-    "second_member_proposed" (times that an additional drafter was proposed). Raises ConfigError if no trace has
-    rounds."""
+    Returns the JSON object that `paceline adapt replay` prints. Its keys are:
+    - for synthetic traffic: "scenario", "policy", "seeds", and the keys of `summary`;
+    - for traces: "policy", "hours", "retrains" (number of trainings decided), "alarms" (number of confirmed ones), and
+      "second_member_proposed" (number of additional drafters proposed)."""
 
     def make() -> Policy:
         return NaivePolicy() if config.policy == "naive" else SeasonalPolicy(policy, prices)
@@ -104,9 +106,9 @@ def run(
 def fortnight(
     world: World, policy: Policy, report: Callable[[Line], Any] = lambda line: None, prices: PriceConfig | None = None
 ) -> Outcome:
-    """Replays a policy hour by hour on the synthetic traffic of `world`. Trainings that it decides on are simulated,
-    and change the acceptance of later hours. `report` gets the policy's line of every hour. `prices`: for the result's
-    net tokens/s."""
+    """Replays a policy hour by hour on the synthetic traffic of `world`. Trainings that the policy decides on are
+    simulated, and change the acceptance of later hours. `report`: function that receives the policy's line of every
+    hour. `prices`: used for the net tokens/s of the result."""
     is_seasonal, prices = isinstance(policy, SeasonalPolicy), prices or PriceConfig()
     window: tuple[int, int] | None = None  # hours that the training in progress uses
     ends, is_member, clusters = 0, False, tuple[str, ...]()
@@ -159,7 +161,8 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     - "retrains": trainings of the serving drafter; "most_retrains" is their maximum.
     - "second_member_proposed": times that an additional drafter was proposed.
     - "trainings": all trainings, including those of additional drafters.
-    - "tokens_per_round": acceptance length; "net_tokens_per_s": see `Outcome`.
+    - "tokens_per_round": acceptance length.
+    - "net_tokens_per_s": tokens per second, lowered by the cost of trainings (see `Outcome`).
     - "missed": share of replays in which a drift was not detected.
     - "false_alarms_per_4_weeks": alarms confirmed without a drift, per four weeks.
     - "suspicions_per_4_weeks": all alarms that fired, per four weeks.
@@ -167,7 +170,8 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
       maximum.
     - "decision_periods": days from the onset of the drift to the training of the serving drafter.
 
-    Replays without a confirmed alarm or a training are left out of these days; None if no replay is left."""
+    The last two are computed from the replays with a confirmed alarm or with a training, respectively; None without
+    any."""
     per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
     detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
     decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]

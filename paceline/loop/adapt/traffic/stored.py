@@ -64,11 +64,12 @@ class Request:
 def read_hours(
     folder: Path, since: int = 0, now: float | None = None
 ) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
-    """Reads the traces in a folder. Returns ({hour: {cluster: sums of tokens and rounds}}, {reason: number of traces
-    left out}) from the hour `since` on, in hours since 1970. Traces that ended more than an hour after `now` (seconds
-    since 1970 [default: the clock's time]) are left out.
+    """Reads the traces in a folder as hourly sums. Returns ({hour: {cluster: sums of tokens and rounds}}, {reason:
+    number of traces left out}) from the hour `since` on, in hours since 1970.
 
-    Raises ConfigError if the folder does not exist; a damaged file is left out and counted."""
+    `now`: current time in seconds since 1970 [default: the clock's]. Traces that ended more than an hour later are left
+    out, because a wrong clock wrote them. Damaged files are left out and counted, too. Raises ConfigError if the folder
+    does not exist."""
     rounds: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, since * HOUR_S):
@@ -144,8 +145,8 @@ def read_requests(
 
 def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
     """Converts the `sampling` column of a trace to sampling settings. `text`: JSON with the settings that differ from
-    the defaults; None if none differs. `usual`: defaults to use instead of paceline's. Raises ValueError or a
-    PacelineError if the JSON is invalid."""
+    the defaults; None if all are defaults. `usual`: defaults of another server, which override paceline's. Raises
+    ValueError or a PacelineError if the JSON is invalid."""
     values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {int(token): float(number) for token, number in bias.items()}

@@ -48,8 +48,8 @@ class Source:
     """One cluster (group of similar requests) of synthetic traffic. `rate`: mean requests per hour. `curve`, `place`
     and `bend` are functions of the hours since the start.
 
-    The training data of a drafter have a position on the same line as the content. The farther the content is from it,
-    the fewer drafts are accepted."""
+    Content is modelled as a position on a line, which `place` returns. The training data of a drafter have a position
+    on the same line. The farther the content is from it, the fewer drafts are accepted."""
 
     name: str
     rate: float
@@ -65,8 +65,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The true drift, in hours since the start: content changes from `begins` to `ends`, and the loss of acceptance
-    length reaches 5% at `onset`."""
+    """Time of the drift in synthetic traffic, in hours since the start. The content changes from `begins` to `ends`; at
+    `onset` the loss of acceptance length reaches 5%."""
 
     begins: int
     onset: int
@@ -110,7 +110,8 @@ class World:
 
     def traffic(self, at: int) -> dict[str, Sums]:
         """Samples the requests of the hour `at`. Returns {cluster: sums of tokens and rounds} of the clusters with
-        requests. Must be called hour by hour, since each hour depends on the last."""
+        requests. Must be called for every hour in order, since the random fluctuations of an hour depend on the hour
+        before."""
         seen = {}
         for source in self.sources:
             draw = np.random.default_rng((self.seed, at, zlib.crc32(source.name.encode())))
@@ -145,19 +146,19 @@ class World:
         return LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * fit
 
     def train_member(self, cluster: str, begin: int, end: int) -> None:
-        """Simulates training an additional drafter for one cluster on its traffic of hours [begin, end), which serves
-        the cluster from then on. Nothing changes if there was no such traffic."""
+        """Simulates training an additional drafter for one cluster on the cluster's traffic of hours [begin, end). The
+        new drafter serves the cluster from then on. Nothing changes if the cluster had no traffic in these hours."""
         for source in self.sources:
             tokens, place = self._content(source, begin, end)
             if source.name == cluster and tokens:
                 self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
-        """Simulates training the general drafter on the traffic of hours [begin, end). Returns {cluster: how well the
-        trained drafter fits it}, and changes nothing.
+        """Simulates training the general drafter, which serves clusters without one of their own, on the traffic of
+        hours [begin, end). Returns {cluster: how well the trained drafter fits it}, and changes nothing.
 
-        `with_replay`: general answers are trained on, too; then no cluster's fit falls below 97% of its present value.
-        Without them, clusters with little traffic in these hours are forgotten."""
+        `with_replay`: True trains on general answers, too: no cluster's fit then falls below 97% of its present value.
+        False makes the drafter forget clusters with little traffic in these hours."""
         contents = [self._content(source, begin, end) for source in self.sources]
         all_tokens = sum(tokens for tokens, _ in contents)
         trained = {}

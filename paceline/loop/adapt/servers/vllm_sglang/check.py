@@ -86,8 +86,8 @@ def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> 
     """Sends the prompts to a running engine ("vllm" or "sglang") and returns the acceptance length of its answers. The
     engine should get no other requests meanwhile. `name`: name of the served model.
 
-    Raises DownloadError if the engine does not answer or reports no round with drafts. Also raises it if vLLM got other
-    requests meanwhile and only reports sums over all requests."""
+    Raises DownloadError if the engine does not answer or reports no round with drafts. Also raises it if vLLM does not
+    report the rounds of single answers and got other requests meanwhile."""
     length = _on_vllm(client, name, prompts) if engine == "vllm" else _on_sglang(client, prompts)
     if length is None:
         raise DownloadError(

@@ -247,8 +247,8 @@ def _mtp(start: Start, folder: Path, scratch: Path) -> Given:
 
 
 def command_of(start: Start, given: Given) -> list[str]:
-    """Builds the command line that starts the engine with this drafter. vLLM's API key, which other users could see
-    there, is in `environment_of` instead."""
+    """Builds the command line that starts the engine with this drafter. It does not contain vLLM's API key, since other
+    users of the machine can read command lines: `environment_of` returns the key."""
     command = shlex.split(start.command or _command(start.engine))
     return [*command, *(_vllm if start.engine == "vllm" else _sglang)(start, given, command[-1:]), *start.words]
 
@@ -269,7 +269,8 @@ def _is_package(name: str) -> bool:
 
 
 def environment_of(start: Start) -> dict[str, str]:
-    """Returns the environment variables to set for the engine in addition to those of this process."""
+    """Returns environment variables to set for the engine, in addition to those of this process: vLLM's API key, if it
+    has one."""
     return {"VLLM_API_KEY": start.api_key} if start.engine == "vllm" and start.api_key else {}
 
 

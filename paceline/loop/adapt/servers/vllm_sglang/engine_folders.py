@@ -46,7 +46,8 @@ RECORD = "given.json"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Acceptance length of a drafter as measured with paceline, and the token ids of the prompts."""
+    """Acceptance length that an engine should reach with a drafter: `length` was measured in paceline on `prompts`
+    (token ids)."""
 
     length: float
     prompts: list[list[int]]
@@ -55,8 +56,8 @@ class Expected:
 @dataclass(slots=True)
 class EngineFolders:
     """Converts drafters to the format of `config.engine` (vLLM or SGLang), and keeps the copies in `folder`. `engine`:
-    settings of paceline's own engine, which give target, dtype and device. Raises ConfigError if the target is a
-    built-in model, which these engines cannot read."""
+    configuration of paceline's own engine, from which target, dtype and device are taken. Raises ConfigError if the
+    target is a built-in model, which vLLM and SGLang cannot read."""
 
     config: DeployConfig
     engine: EngineConfig
@@ -120,11 +121,11 @@ class EngineFolders:
 
 
 def check_length(engine: str, client: Client, expected: Expected) -> None:
-    """Measures a server's acceptance length on the prompts of `expected` and compares it with paceline's. `engine`:
-    "vllm" or "sglang".
+    """Checks that a server reaches the acceptance length that paceline has with the same drafter: measures it on the
+    prompts of `expected`. `engine`: "vllm" or "sglang".
 
-    Raises DeployError if it is clearly lower, UnreachableError if the server does not answer. If it cannot be
-    determined, only logs a warning."""
+    Raises DeployError if the server's acceptance length is clearly lower, UnreachableError if the server does not
+    answer. If it cannot be measured, only logs a warning."""
     try:
         name = str(ask(client, "GET", "/v1/models")["data"][0]["id"])
         compared = Comparison(expected.length, served(engine, client, name, expected.prompts))

@@ -174,8 +174,8 @@ class VllmServers(_Restarted):
     """vLLM servers with one drafter each. Three options choose how a server gets a new drafter:
     - `hot_swap`: the running server loads the draft weights from a folder.
     - `publish`: a command sends the draft weights to the running server.
-    - `restart`: a command restarts the server with the new drafter. With one of the other options, only servers that do
-      not accept the weights are restarted.
+    - `restart`: a command restarts the server with the new drafter. If one of the other options is given, too, it is
+      used only for servers that do not accept the weights.
 
     With `hot_swap` each server reports its drafter. A drafter that a user loaded by hand is then detected, and listed
     under its server's address."""
@@ -265,9 +265,9 @@ class VllmServers(_Restarted):
 
 
 class SglangServers(_Restarted):
-    """SGLang servers with one drafter each. With the option `draft_field`, the name of the request field that marks
-    weights as the drafter's, a running server loads new draft weights from disk. Without it each server is
-    restarted."""
+    """SGLang servers with one drafter each. If the option `draft_field` is set, a running server loads new draft
+    weights from disk. The option is the name of the request field that marks weights as the drafter's. Without it a
+    server is restarted to get a new drafter."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.draft_field is None:

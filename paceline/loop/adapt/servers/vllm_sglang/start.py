@@ -39,8 +39,8 @@ def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
     Raises DrafterMismatchError if drafter and target do not fit, ConfigError if the engine cannot be started or ends
     before it is ready, DownloadError if it is not ready in time.
 
-    With `config.strict` also raises DrafterMismatchError if acceptance length is clearly lower than in paceline, and
-    DownloadError if it cannot be measured. Without it, `say` reports both."""
+    If acceptance length is clearly lower than in paceline, or cannot be measured, `say` receives a warning. With
+    `config.strict` these are errors instead: DrafterMismatchError and DownloadError."""
     with tempfile.TemporaryDirectory(prefix="paceline-engine-") as scratch:
         given = given_to(start, Path(scratch))
         say(f"{start.drafter} fits {start.model}: {given.method}, {given.num_drafted} drafts a round")
