@@ -208,7 +208,7 @@ def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> d
 
 def as_dspark(raw: Mapping[str, Any], *, rank: int = 256) -> dict[str, Any]:
     """Returns the config.json of a DSpark drafter that extends the DFlash v1 drafter with config `raw`. `rank`: length
-    of the vectors in the Markov head's two codebooks, one per token."""
+    of a vector in the Markov head's two codebooks, each of which has one vector per token."""
     own = raw.get("dflash_config") or {}
     added = dict(zip(MARKOV_KEYS, (rank, "vanilla", True, True), strict=True))
     return {**raw, "architectures": [DSPARK], "dflash_config": {**own, **added}}

@@ -156,8 +156,8 @@ class Auditor:
 
     def seeded(self) -> tuple[Group | None, Finding]:
         """Request answers with seeds; returns (group of one answer per seed, finding on repeated seeds). The group is
-        None if the server does not support seeds. The finding compares two further answers for each of the first eight
-        seeds."""
+        None if the server does not support seeds. For the finding, each of the first eight seeds is requested twice
+        more, and these two answers are compared with each other."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         seeds = range(1000, 1000 + min(SEEDED, self.config.answers))

@@ -43,7 +43,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Stage:
-    """One step of a pass in gated delta net layers: C new tokens of each of R cache rows, computed at once."""
+    """C new tokens of each of R cache rows that gated delta net layers compute at once, as a part of a pass."""
 
     rows_R: Tensor
     tokens_RC: Tensor

@@ -40,7 +40,8 @@ TIMES_MORE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One published training of a drafter: its target, number of answers and measured acceptance length."""
+    """One published training of a drafter: its target, the number of answers it learned from, and the acceptance length
+    that it reached."""
 
     workload: str
     traffic: str
