@@ -39,8 +39,8 @@ LEAST_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Observations and decision of the policy for one hour. `seen`: cluster (group of similar requests) -> its requests,
-    tokens, acceptance length and alarm state in this hour.
+    """Observations and decision of the policy for one hour. `seen`: cluster (group of similar requests) -> its
+    requests, tokens, acceptance length and alarm state in this hour.
 
     `mix`: three values about the cluster mix (each cluster's share of the traffic):
     - "state": state of the alarm about the mix: "learning", "calm", "raised" or "held" (confirmed).
