@@ -26,7 +26,7 @@ since."""
 
 @dataclass(frozen=True, slots=True)
 class AdaptLog:
-    """Reads and appends the log of `paceline adapt`, the file `log.jsonl` in `folder`."""
+    """Reads the log of `paceline adapt` and appends to it: the file `log.jsonl` in `folder`."""
 
     folder: Path
     late: list[dict[str, Any]] = field(default_factory=list)

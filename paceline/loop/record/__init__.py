@@ -34,8 +34,8 @@ def read(config: RecordConfig, tracing: TraceConfig, *, progress: Progress | Non
     """Converts the log files in `config.imports` to traces (token ids of requests and answers) in `tracing.folder`.
     Requests that an earlier import has already written to this folder are skipped.
 
-    Raises PromptError naming the file if one is damaged (then with the line), of an unknown format or without usable
-    requests. No trace of this file is written then; traces of earlier files are kept."""
+    Raises PromptError if a file is damaged, of an unknown format or without usable requests; the error names the file.
+    No trace of this file is written then; traces of earlier files are kept."""
     from paceline.loop.record.run import run_imports
 
     return run_imports(config, tracing, progress or Progress())

@@ -134,7 +134,7 @@ class Observed:
         self.answer.encoding = headers.get("content-encoding", "").strip().lower()
 
     def take(self, piece: bytes) -> None:
-        """Appends one piece of the answer's body; the first call stores the time."""
+        """Appends one piece of the answer's body. The first call stores the time of the first byte."""
         self._first_s = self._first_s or time.perf_counter()
         self.answer.take(piece)
 

@@ -126,8 +126,8 @@ class SeasonalPolicy:
 
     @property
     def tracked(self) -> list[str]:
-        """Names of the clusters with separate statistics, once further clusters are counted together as "other"; []
-        before. The first `max_clusters` clusters have separate statistics."""
+        """Names of the clusters with separate statistics, at most `max_clusters`; all other clusters are counted
+        together as "other". Returns [] while there are no others."""
         return [name for name in self.clusters if name != OTHER] if OTHER in self.clusters else []
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
@@ -166,9 +166,9 @@ class SeasonalPolicy:
         return Line(number, self._observed(grouped), mix, decision, notes, raised)
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
-        """Record that a training ended in hour `number` (since 1970); other actions are possible again. `clusters`:
-        clusters that the new drafter serves from now on; empty if it was rejected. `hours`: measured core- or GPU-hours
-        of the training, the expected cost of later ones; None keeps the earlier expectation."""
+        """Record that a training ended in hour `number` (since 1970). The policy may choose other actions again.
+        `clusters`: clusters that the new drafter serves from now on; empty if it was rejected. `hours`: core- or
+        GPU-hours of the training, from now on the expected cost of later ones; None keeps the earlier expectation."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)
@@ -338,8 +338,8 @@ def _correlation(by_hour: Mapping[int, float], lag: int) -> float:
 
 
 class NaivePolicy:
-    """Retrains whenever acceptance length is more than 5% below its best since the last training, at whatever time of
-    day."""
+    """Simple policy for comparisons: retrains whenever acceptance length is more than 5% below its best value since the
+    last training. It does not consider the time of day."""
 
     WINDOW, LEAST_LOSS = 4, 0.05
 
@@ -349,9 +349,9 @@ class NaivePolicy:
         self._window: deque[Sums] = deque(maxlen=self.WINDOW)
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Decide for hour `number` (since 1970). The action is "retrain" if acceptance length over the last four hours
-        with traffic is more than 5% below its best four-hour value since the last training. Otherwise, and while a
-        training runs, it is "none". `seen`: cluster -> sums of tokens and rounds."""
+        """Decide on the action for hour `number` (since 1970). `seen`: cluster -> sums of tokens and rounds. The action
+        is "retrain" if acceptance length over the last four hours with traffic is more than 5% below its best four-hour
+        value since the last training. Otherwise it is "none". It is also "none" while a training runs."""
         observed = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
         if self.is_training or not seen:
             why = "a training is running" if self.is_training else "no traffic"

@@ -101,9 +101,10 @@ def examine(
 
 
 def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, float], str]:
-    """Returns (sampling settings to assume for requests whose trace has no temperature, their source as text). If
-    `temperature` is given, it is the only setting. Otherwise temperature, top_p and top_k come from the target's
-    generation_config.json, as in vLLM and SGLang; a temperature that is missing there is 1."""
+    """Finds the sampling settings to assume for requests whose trace has no temperature. Returns (settings by name,
+    text that names their source). If `temperature` is given, it is the only setting. Otherwise temperature, top_p and
+    top_k come from the target's generation_config.json, as in vLLM and SGLang; a temperature that is missing there is
+    1."""
     if temperature is not None:
         return {"temperature": temperature}, "as given"
     file = base_of(resolve(model)) / "generation_config.json"

@@ -42,7 +42,7 @@ class RoundTimes:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Counts of rounds, drafted and accepted tokens for the same requests, once with the incumbent and once with the
+    """Numbers of rounds, drafted and accepted tokens of each request, once with the incumbent and once with the
     candidate. Index i is the same request in both."""
 
     incumbent: Sequence[Rounds]

@@ -317,8 +317,8 @@ class Job(Output):
         return self._process.poll() if self._process else None
 
     def stop(self) -> None:
-        """Terminate the command with its child processes; a training resumes from its checkpoint when it is started
-        again."""
+        """Terminate the command with its child processes. If it waits, terminate the earlier job that it waits for. A
+        training that is started again resumes from its checkpoint."""
         if self._process is None:
             with self._lock.open("a+") as lock, contextlib.suppress(ValueError, ProcessLookupError):
                 if not _takes(lock):

@@ -138,7 +138,8 @@ class Stage:
             self.began, self.skew = now, 0.0
 
     def clock_moved(self, by: float) -> None:
-        """Adjust the stored times after the system clock was set forward by `by` seconds (negative: back)."""
+        """Adjust the stored times after the system clock was set forward by `by` seconds (negative: back), so that
+        durations stay correct."""
         self.skew += by
         self.wait_until += by if self.wait_until else 0.0
         self.away_since += by if self.away_since else 0.0

@@ -72,8 +72,8 @@ _values = operator.attrgetter(*Counts.__slots__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Counter values of one engine at one time. SGLang does not count accepted drafts; `Meter` estimates them from two
-    consecutive readings."""
+    """Counter values of one engine (model instance of a server) at one time. SGLang does not count accepted drafts;
+    `Meter` estimates them from two consecutive readings."""
 
     counts: Counts
     counts_accepted: bool = True
@@ -102,9 +102,9 @@ class Meter:
     def read(self, reading: Reading) -> Counts:
         """Add a reading; returns the counts summed over all restarts.
 
-        SGLang does not count accepted drafts. Since the last reading, they are the generated tokens, minus one per
-        finished request (its first token needs no round), minus one per round (the bonus token). If SGLang does not
-        count rounds either, these are estimated from its gauge of recent acceptance length."""
+        SGLang does not count accepted drafts. They are computed from the counts since the last reading: generated
+        tokens, minus one per finished request (its first token needs no round), minus one per round (the bonus token).
+        If SGLang does not count rounds either, these are estimated from its gauge of recent acceptance length."""
         raw = reading.counts
         if _is_partial(self.last, raw):
             return self.total
@@ -197,7 +197,7 @@ def is_restarted(before: Counts, after: Counts) -> bool:
     - The number of rounds or of accepted drafts fell to a value above 0.
     - All counters that were above 0 fell.
 
-    If other counters fell, the metrics page lacks them, and they were read as 0."""
+    Any other fall is not a restart: the metrics page lacks some counters, which were read as 0."""
     pairs = _counters(before, after)
     fell = any(0 < getattr(after, name) < getattr(before, name) for name in ("rounds", "accepted"))
     return after.tokens < before.tokens or fell or (bool(pairs) and all(value < then for then, value in pairs))
@@ -301,7 +301,7 @@ def is_well(client: Client) -> bool:
 
 
 def is_up(client: Client) -> bool:
-    """True if the server reports that it is healthy; False also if it does not answer, as while it starts."""
+    """True if the server reports that it is healthy; False also if it does not answer, for example while it starts."""
     try:
         return is_well(client)
     except UnreachableError:

@@ -95,7 +95,7 @@ class Deployment(ABC):
 
     def drafts(self, name: str) -> float | None:
         """Returns the number of rounds in which the drafter `name` has drafted; None if the server does not count
-        it."""
+        rounds by drafter."""
         return None
 
     def holds(self, name: str, drafter: str) -> bool:

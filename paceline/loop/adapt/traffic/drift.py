@@ -123,8 +123,8 @@ class Series:
         self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
-        """Must be called at the end of every hour, with or without traffic. Once a day after an alarm was raised (drop
-        below the usual course), decides if the alarm continues, is confirmed, or ends."""
+        """Must be called at the end of every hour, with or without traffic. While there is an alarm (drop below the
+        usual course), decides at the end of each day since it was raised if it continues, is confirmed, or ends."""
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._num_days:
             return
         self._num_days = (hour + 1 - self.raised_at) // DAY
@@ -172,7 +172,7 @@ class Series:
 
     @property
     def is_relearning(self) -> bool:
-        """True after `change_drafter`, until the level with the new drafter is known."""
+        """True after `change_drafter`, until the usual level with the new drafter is known."""
         return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:

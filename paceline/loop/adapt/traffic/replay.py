@@ -170,8 +170,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
       maximum.
     - "decision_periods": days from the onset of the drift to the training of the serving drafter.
 
-    The last two are computed from the replays with a confirmed alarm or with a training, respectively; None without
-    any."""
+    These days are averaged over the replays in which the alarm or the training happened; None if it never happened."""
     per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
     detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
     decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]

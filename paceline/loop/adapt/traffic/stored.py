@@ -79,8 +79,8 @@ def read_hours(
 
 
 def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
-    """Reads the traces in a folder. Returns {cluster: sums of tokens and rounds} of the requests that ended from
-    `begin_s` to before `end_s`, in seconds since 1970. Raises ConfigError if the folder does not exist."""
+    """Reads the traces in a folder. Returns {cluster: sums of tokens and rounds} of the requests that ended in
+    [`begin_s`, `end_s`), in seconds since 1970. Raises ConfigError if the folder does not exist."""
     rounds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, begin_s):

@@ -139,8 +139,8 @@ class World:
         return Sums.of(zip(lengths.astype(float).tolist(), rounds.tolist(), strict=True))
 
     def chance(self, source: Source, at: int) -> float:
-        """Mean probability that a draft is accepted in this source's traffic in the hour `at`, with its present
-        drafter."""
+        """Mean probability that a draft token is accepted in the traffic of `source` in the hour `at`, with the drafter
+        that serves it now."""
         known = self.members.get(source.name) or self.knowledge[source.name]
         fit = known.fit * math.exp(-abs(source.place(at) - known.place))
         return LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * fit

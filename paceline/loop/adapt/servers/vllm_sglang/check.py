@@ -60,8 +60,9 @@ def prompt_ids(model: str) -> list[list[int]]:
 def brings(
     model: str, folder: Path, num_drafted: int, prompts: list[list[int]], dtype: str = "auto", device: str = "auto"
 ) -> float:
-    """Measures in another process the acceptance length of the drafter in `folder` with the target `model` in paceline.
-    `num_drafted`: drafts per round; `prompts`: token ids of each prompt; `dtype`, `device`: of the target.
+    """Measures the acceptance length that the drafter in `folder` has in paceline with the target `model`, on answers
+    to these prompts. Runs in another process. `num_drafted`: drafts per round; `prompts`: token ids of each prompt;
+    `dtype`, `device`: of the target.
 
     Raises ConfigError if the process is killed or all answers are too short, DrafterMismatchError if drafter and target
     do not fit, and ModelNotFoundError, DownloadError or ModelFileError if one of them cannot be loaded."""
