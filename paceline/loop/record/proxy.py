@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.loop.record.exchange import ADDED, MAX_BYTES, Body, Observed, with_fields
-from paceline.serve.http.failures import ApiError, RequestRefused, error_response
-from paceline.serve.http.security import allowed_hosts, host_name
+from paceline.serve.http.failures import ApiError, error_response
+from paceline.serve.http.security import allowed_hosts, check_headers
 from paceline.serve.replies.events import unless_gone
 from paceline.serve.settings import ServeConfig
 
@@ -63,7 +63,7 @@ class Proxy:
         assert scope["type"] == "http"
         body = _RequestBody(receive)
         try:
-            self._check(Headers(scope=scope))
+            check_headers(Headers(scope=scope), self._hosts)  # here, as the client's Host header is not forwarded
             # `receive` yields the request's body first, then the client's disconnect.
             await unless_gone(body.gone, self._pass_on(scope, body, send))
         except ClientDisconnect:
@@ -72,15 +72,6 @@ class Proxy:
             await error_response(error)(scope, receive, send)
         except CUT_OFF as error:  # uvicorn closes the connection of an answer that has no end
             log.warning("an answer was cut off: %s", error)
-
-    def _check(self, headers: Headers) -> None:
-        """Rejects ambiguous lengths and unknown hosts here, because the client's Host header is not forwarded."""
-        if "transfer-encoding" in headers and "content-length" in headers:
-            text = "a request has either Content-Length or Transfer-Encoding: leave one out"
-            raise RequestRefused(text, code="invalid_http")
-        name = host_name(headers.get("host", ""))
-        if self._hosts is not None and name and name not in self._hosts:
-            raise ApiError.known("host_not_allowed", name=name[:100])
 
     async def _pass_on(self, scope: Scope, body: _RequestBody, send: Send) -> None:
         observed = Observed.of(scope)

@@ -49,11 +49,7 @@ class Gate:
         body = Body(receive, self._config)
         try:
             headers = Headers(scope=scope)
-            if "transfer-encoding" in headers and "content-length" in headers:
-                # Request smuggling: a proxy may see another end of the body and take the rest for a new request.
-                message = "a request has either Content-Length or Transfer-Encoding: leave one out"
-                raise RequestRefused(message, code="invalid_http")
-            self._check_host(headers)
+            check_headers(headers, self._hosts)
             if scope["path"].startswith(ADMIN):
                 self._check_admin(scope, headers)
             elif self._digests and scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/page/"):
@@ -68,11 +64,6 @@ class Gate:
             return
         scope[ARRIVED] = time.perf_counter()
         await self._app(scope, body.replay, send)
-
-    def _check_host(self, headers: Headers) -> None:
-        name = host_name(headers.get("host", ""))
-        if self._hosts is not None and name and name not in self._hosts:
-            raise ApiError.known("host_not_allowed", name=name[:100])
 
     def _check_admin(self, scope: Scope, headers: Headers) -> None:
         """Check the admin key; without one, accept only direct requests from this machine (no web page, no proxy)."""
@@ -153,6 +144,18 @@ async def _refuse(error: ApiError, path: str, body: Body, send: Send) -> None:
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     await body.discard()
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def check_headers(headers: Headers, hosts: frozenset[str] | None) -> None:
+    """Raises RequestRefused for a body whose length is given in two ways, ApiError for a Host header that is not in
+    `hosts` (see `allowed_hosts`)."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        # Request smuggling: a proxy may see another end of the body and take the rest for a new request.
+        message = "a request has either Content-Length or Transfer-Encoding: leave one out"
+        raise RequestRefused(message, code="invalid_http")
+    name = host_name(headers.get("host", ""))
+    if hosts is not None and name and name not in hosts:
+        raise ApiError.known("host_not_allowed", name=name[:100])
 
 
 def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
