@@ -7,6 +7,7 @@ the run. Connections are kept alive and reused.
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import socket
 import ssl
@@ -199,3 +200,12 @@ def _is_open(idle: socket.socket) -> bool:
     waiting = select.poll()
     waiting.register(idle, select.POLLIN)
     return not waiting.poll(0)
+
+
+def error_text(body: bytes) -> str:
+    """Return the message of an error in OpenAI's format as one line, or the beginning of any other body."""
+    text = body.decode("utf-8", "replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = json.loads(text)["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    return " ".join(text.split())[:200] or "no message"

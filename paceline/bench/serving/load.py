@@ -27,7 +27,7 @@ from typing import Any
 
 from paceline.bench.config import WARM_UP_TOKENS, LatencyConfig, ServingConfig
 from paceline.data.prompts import Prompt
-from paceline.net.streaming import Client, Stream
+from paceline.net.streaming import Client, Stream, error_text
 from paceline.report.statistics import Spread, doubt, possible_speedup
 from paceline.report.tables import ignore
 from paceline.simulate.server.load import Arrivals, poisson
@@ -322,7 +322,7 @@ def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
     if stream.failure:
         return Answer(error=stream.failure)
     if stream.status != 200:
-        return Answer(error=f"status {stream.status}: {_error_of(stream.body)}")
+        return Answer(error=f"status {stream.status}: {error_text(stream.body)}")
     events = list(stream.events())
     if not events or events[-1][1] != DONE:
         return Answer(error="the stream ended early")
@@ -336,7 +336,7 @@ def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
         except ValueError:
             return Answer(error="an event of the stream is no JSON")
         if "error" in chunk:
-            return Answer(error=_error_of(data))
+            return Answer(error=error_text(data))
         for choice in chunk.get("choices") or ():
             has_ended = has_ended or choice.get("finish_reason") is not None
             if text := _text(choice):
@@ -370,15 +370,6 @@ def _count(answer: Answer, chunk: dict[str, Any]) -> None:
         answer.num_accepted = speculation.get("num_accepted_draft_tokens")
         answer.num_drafted = speculation.get("num_draft_tokens")
         answer.rounds_by_source = speculation.get("rounds_by_source") or {}
-
-
-def _error_of(body: bytes) -> str:
-    """Return the message of an error in OpenAI's format, or the beginning of any other body."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return " ".join(body.decode("utf-8", "replace").split())[:200] or "no message"
 
 
 def tokens_per_round(answers: Sequence[Answer]) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.errors import ConfigError, DownloadError
 from paceline.loop.audit.answers import AnswerReader, ServerAnswer
 from paceline.net.served_model import check_key
-from paceline.net.streaming import Client, Stream
+from paceline.net.streaming import Client, Stream, error_text
 
 OFF = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 IDS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
@@ -87,7 +87,7 @@ class Endpoint:
                 if stream.status == 200:
                     self._determine_fields(probe)
                     return
-                refused = refused or _error_of(stream)
+                refused = refused or f"status {stream.status}: {error_text(stream.body)}"
         raise ConfigError(
             f"{self.client.url} answers neither /v1/completions nor /v1/chat/completions ({refused}): is "
             f"{self.served_name!r} a model that writes text?"
@@ -125,7 +125,7 @@ class Endpoint:
             with contextlib.suppress(ValueError):
                 answer = self.reader.read(json.loads(stream.body), request.stop is not None)
         if answer is None:
-            self.failures.append(_error_of(stream))
+            self.failures.append(f"status {stream.status}: {error_text(stream.body)}")
         elif answer.is_lossy:
             self.num_lossy += 1
         return answer
@@ -157,11 +157,3 @@ class Endpoint:
         if self.kind == "chat":
             return None if prompt.messages is None else body | {"messages": prompt.messages}
         return body | {"prompt": list(prompt.ids) if self.kind == "ids" else prompt.text}
-
-
-def _error_of(stream: Stream) -> str:
-    """One-line error message of a failed request."""
-    text = stream.body.decode(errors="replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        text = str(json.loads(text)["error"]["message"])
-    return f"status {stream.status}: {' '.join(text.split())[:200]}"
