@@ -32,7 +32,8 @@ from paceline.loop.flywheel import ledger, stages
 from paceline.loop.flywheel import run as turning
 from paceline.loop.flywheel.config import FlywheelConfig
 from paceline.loop.flywheel.state import serving_of
-from paceline.loop.record import RecordConfig, read
+from paceline.loop.record.config import RecordConfig
+from paceline.loop.record.run import read
 from paceline.net.streaming import Client, Stream
 from paceline.report.tables import Progress
 from paceline.runs.folder import write_whole

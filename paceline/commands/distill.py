@@ -56,7 +56,7 @@ def distill(
         say(costs.text)
         finish(costs.figures, as_json)
         return
-    from paceline.loop.distill import distill as library
+    from paceline.loop.distill.run import distill as library
 
     result = library(config, progress=TerminalProgress())
     finish(asdict(result), as_json, 0 if result.passed else REFUSED)

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from paceline.commands.options import Changed, Only, Opt, options
 from paceline.commands.shared import Json, TerminalProgress, say
-from paceline.loop.record import proxy, read
 from paceline.loop.record.config import RecordConfig
 from paceline.serve.settings import ServeConfig, TraceConfig
 
@@ -36,6 +35,8 @@ def record(
         --model smollm2-135m --out traces
     """
     import logging
+
+    from paceline.loop.record.run import proxy, read
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.imports:

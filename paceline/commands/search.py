@@ -34,7 +34,7 @@ def search(
     """
     config = replace(config, target=target, prompting=prompting, answering=answering)
     starting(target.model)
-    from paceline.loop.search import search as library
+    from paceline.loop.search.run import search as library
 
     result = library(config, progress=TerminalProgress())
     finish(asdict(result), as_json, 0 if result.is_better else REFUSED)

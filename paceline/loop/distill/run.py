@@ -29,7 +29,7 @@ from paceline.model.gguf.container import is_gguf
 from paceline.model.gguf.to_folder import LAST_FILE, write_folder, write_model
 from paceline.model.gguf.writer import write_gguf
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.report.tables import Column, Progress, Table
+from paceline.report.tables import SILENT, Column, Progress, Table
 from paceline.runs.folder import RunFolder, plain, sync
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
@@ -65,8 +65,17 @@ class DistillResult:
     """Number of weights read per forward pass, for the keys "teacher" and "student"."""
 
 
-def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> DistillResult:
-    """Runs or resumes the distillation in the folder `config.out`; implements `paceline.loop.distill.distill`."""
+def distill(config: DistillConfig, *, judges: Sequence[Judge] = (), progress: Progress = SILENT) -> DistillResult:
+    """Distils a teacher model into a smaller student, and accepts the student if it passes every gate (quality check).
+
+    A call with the same `config.out` resumes the run there. An accepted student is in its folder `student`. A student
+    that fails a gate is in the folder `refused`; a student accepted earlier is unchanged. `judges`: further gates,
+    applied after the built-in ones.
+
+    Raises ConfigError, PromptError (fewer than 10 different prompts), TrainingError (training diverged), CacheError
+    (disk cannot be written or read), and ModelNotFoundError, ModelFileError, UnsupportedModelError or DownloadError if
+    a model cannot be loaded.
+    """
     if not (config.answers or config.prompting.prompts or config.prompting.self_written):
         raise ConfigError(
             "a student learns from its teacher's answers: give --answers FOLDER, or --prompts FILE to be answered"

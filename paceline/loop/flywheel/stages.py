@@ -21,8 +21,8 @@ from paceline.data.rows import Dropped
 from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.loop.adapt.gate.lineage import Lineage
-from paceline.loop.distill import distill
 from paceline.loop.distill.config import DistillConfig
+from paceline.loop.distill.run import distill
 from paceline.loop.evals.make import make_suite
 from paceline.loop.evals.scores import read_scores
 from paceline.loop.evals.suite import Suite, read_suite

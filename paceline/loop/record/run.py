@@ -1,4 +1,4 @@
-"""Implements the library calls of `paceline.loop.record`: runs the proxy, and imports files."""
+"""The library calls of `paceline record`: `proxy` runs the proxy, `read` imports files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.loop.record.defaults import defaults_of, described
 from paceline.loop.record.exchange import Observed
 from paceline.loop.record.reader import Reader
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.report.tables import Progress
+from paceline.report.tables import SILENT, Progress
 from paceline.serve.admin.traces import Trace, TraceWriter
 from paceline.serve.settings import ServeConfig, TraceConfig
 
@@ -95,8 +95,13 @@ class Server(uvicorn.Server):
         self.force_exit, self.should_exit = self.should_exit, True
 
 
-def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Runs the recording proxy: implements `paceline.loop.record.proxy`, with the same arguments and errors."""
+def proxy(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, progress: Progress = SILENT) -> Recorded:
+    """Runs a proxy that forwards requests to the server `config.upstream` and records them with their answers as traces
+    (token ids). Returns when a signal (SIGINT, SIGTERM) stops it. `serving`: address and limits of the proxy;
+    `tracing`: folder of the traces, and limits on their size and age.
+
+    Raises ConfigError if the port is taken or no trace folder is set. If the model's tokenizer cannot be loaded, raises
+    ModelNotFoundError, ModelFileError, UnsupportedModelError or DownloadError."""
     assert config.upstream is not None
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # hides errors on answers truncated by the upstream
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -132,16 +137,20 @@ def _metrics(config: RecordConfig, server: Server, recorder: Recorder, writer: T
         serving.server_close()
 
 
-def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Imports log files: implements `paceline.loop.record.read`, with the same arguments and errors."""
+def read(config: RecordConfig, tracing: TraceConfig, *, progress: Progress = SILENT) -> Recorded:
+    """Converts the log files in `config.imports` to traces (token ids of requests and answers) in `tracing.folder`.
+    Requests that an earlier import has already written to this folder are skipped.
+
+    Raises PromptError if a file is damaged, of an unknown format or without usable requests; the error names the file.
+    No trace of this file is written then; traces of earlier files are kept."""
     writer, reader = _store(config, tracing)
     known = _known(writer.folder)
     try:
         for path in config.imports:
-            read = otlp.exchanges if _is_json(path) else partial(vllm_log.exchanges, tokenizer=reader.tokenizer)
-            deque(read(path), maxlen=0)  # raises on a damaged file before any of its traces is written
+            exchanges = otlp.exchanges if _is_json(path) else partial(vllm_log.exchanges, tokenizer=reader.tokenizer)
+            deque(exchanges(path), maxlen=0)  # raises on a damaged file before any of its traces is written
             progress.say(f"reading {path}")
-            for exchange in read(path):
+            for exchange in exchanges(path):
                 if exchange.mark in known:
                     writer.lose("known")
                     continue

@@ -25,7 +25,7 @@ from paceline.loop.search.rating import Rated, rate
 from paceline.loop.search.space import Space
 from paceline.loop.search.trials import Measured, Trials, winner_of
 from paceline.report.pages import Plot, Series, curves, write_report
-from paceline.report.tables import Column, Progress, Table, flat, with_interval
+from paceline.report.tables import SILENT, Column, Progress, Table, flat, with_interval
 from paceline.runs.folder import RunFolder, plain
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
@@ -64,8 +64,14 @@ class SearchResult:
     minutes: float
 
 
-def run(config: SearchConfig, progress: Progress) -> SearchResult:
-    """Runs the search in the folder `config.out`, or resumes it. Implements `paceline.loop.search.search`."""
+def search(config: SearchConfig, *, progress: Progress = SILENT) -> SearchResult:
+    """Trains drafters with different settings, measures them on held-out prompts, and chooses one. This is the one with
+    the settings that `paceline train` would plan (the planner's choice), unless another is clearly faster.
+
+    A call with the same `config.out` resumes the search. Raises ConfigError (also if Optuna is missing), PromptError if
+    there are too few prompts, CacheError when the disk cannot be written, and ModelNotFoundError, ModelFileError,
+    UnsupportedModelError or DownloadError if the target cannot be loaded.
+    """
     with only_run(config.out, "searching", Ranks(), progress.say), stopped_by_signal(progress.say):
         return _Search(config, progress).run()
 

@@ -35,7 +35,7 @@ def test_the_exit_status_says_whether_it_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = DistillResult(tmp_path, tmp_path / "student", None, passed, "why", (0, 1), 5, 0.1)
-    monkeypatch.setattr("paceline.loop.distill.distill", lambda config, progress: result)
+    monkeypatch.setattr("paceline.loop.distill.run.distill", lambda config, progress: result)
     if passed:
         distill(**typed(tmp_path, tmp_path))
     else:

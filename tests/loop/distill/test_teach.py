@@ -18,13 +18,12 @@ pytest.importorskip("trl", reason="needs paceline[distill]")
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, TrainingError
-from paceline.loop.distill import distill
 from paceline.loop.distill import teach as teaching
 from paceline.loop.distill.config import DistillConfig, FilesConfig, GateConfig, StudentConfig, TeachingConfig
 from paceline.loop.distill.gate import Finding, GateInputs
 from paceline.loop.distill.price import price
 from paceline.loop.distill.reading import AnswerLogprobs
-from paceline.loop.distill.run import DistillResult
+from paceline.loop.distill.run import DistillResult, distill
 from paceline.model import checkpoint
 from paceline.train.documents.dataset import Document
 from paceline.types import SamplingParams

@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from upstream import Asked, chunked, completion, events, recorded, whole
 
 from paceline.errors import ConfigError
-from paceline.loop.record import RecordConfig
+from paceline.loop.record.config import RecordConfig
 from paceline.loop.record.exchange import ADDED, MAX_BYTES, with_fields
 from paceline.loop.record.metrics import RecordMetrics
-from paceline.loop.record.run import run
+from paceline.loop.record.run import proxy
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.report.tables import Progress
 from paceline.serve.settings import ServeConfig, TraceConfig
@@ -201,4 +201,4 @@ def test_options_of_the_proxy_that_cannot_be(model: Path, tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = RecordConfig(str(model), "http://127.0.0.1:1", metrics_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="choose another --metrics-port"):
-            run(config, ServeConfig(port=0), TraceConfig(tmp_path / "store"), Progress())
+            proxy(config, ServeConfig(port=0), TraceConfig(tmp_path / "store"), progress=Progress())

@@ -12,10 +12,12 @@ from trace_files import rows
 from upstream import completion
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.loop.record import RecordConfig, read, vllm_log
+from paceline.loop.record import vllm_log
+from paceline.loop.record.config import RecordConfig
 from paceline.loop.record.defaults import defaults_of, described
 from paceline.loop.record.exchange import Exchange
 from paceline.loop.record.reader import Reader
+from paceline.loop.record.run import read
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.serve.admin.traces import Lost, Trace
 from paceline.serve.settings import TraceConfig

@@ -14,7 +14,8 @@ from small_llm import tiny_model
 from trace_files import rows
 
 from paceline.errors import PacelineError, PromptError
-from paceline.loop.record import RecordConfig, read
+from paceline.loop.record.config import RecordConfig
+from paceline.loop.record.run import read
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.serve.settings import TraceConfig
 

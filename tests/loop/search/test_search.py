@@ -19,10 +19,9 @@ from paceline.errors import ConfigError, PromptError, TrainingError
 from paceline.loop.distill import run as distill_run
 from paceline.loop.distill.config import DistillConfig
 from paceline.loop.search import run as search_run
-from paceline.loop.search import search
 from paceline.loop.search.config import SearchConfig
 from paceline.loop.search.rating import Rated
-from paceline.loop.search.run import verdict
+from paceline.loop.search.run import search, verdict
 from paceline.loop.search.space import SOURCES, Space
 from paceline.loop.search.trials import Measured, Trials, winner_of
 from paceline.report.tables import Progress, ignore
@@ -202,7 +201,7 @@ def test_the_exit_status_says_which_settings_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_better: bool
 ) -> None:
     result = search_run.SearchResult(tmp_path, tmp_path, "layers 2", is_better, None, (None, None), (), 3.0)
-    monkeypatch.setattr("paceline.loop.search.search", lambda config, progress: result)
+    monkeypatch.setattr("paceline.loop.search.run.search", lambda config, progress: result)
     status = app(["search", "--out", str(tmp_path / "run")], prog_name="paceline", standalone_mode=False)
     assert status == (None if is_better else 3)
 
