@@ -44,7 +44,10 @@ def test_where_the_bytes_are_cut_does_not_matter(size: int) -> None:
         (stream(event({"error": {"message": "the engine failed"}}), event(b"[DONE]")), "the engine failed"),
         (stream(event(b"{"), event(b"[DONE]")), "an event of the stream is no JSON"),
         (stream(b'{"error": {"message": "too many"}}', status=429), "status 429: too many"),
+        (stream(b'{"error": {"message": "too\\nmany"}}', status=429), "status 429: too many"),
+        (stream(b'{"error": "busy"}', status=503), "status 503: busy"),
         (stream(b"oh  no", status=502), "status 502: oh no"),
+        (stream(b"", status=500), "status 500: no message"),
     ],
 )
 def test_what_can_be_wrong_with_an_answer(whole: Stream, error: str) -> None:
