@@ -274,3 +274,10 @@ def test_a_wide_head_has_one_answer_whoever_computes_it(place: int) -> None:
         for _ in range(20):
             assert each.forward(batch).argmax_T == [expected] * 3
             each.cache.rollback([0], [0])
+
+
+def test_a_window_as_large_as_an_integer_can_be_is_none() -> None:
+    """Position + window is beyond 32 bits."""
+    (_, plain), (_, windowed) = tiny(), tiny(windows=(2**31 - 1,))
+    batch = ForwardBatch([0], [0], [4], [5, 6, 7, 8])
+    assert same_bits(plain.forward(batch).logits_TV, windowed.forward(batch).logits_TV)
