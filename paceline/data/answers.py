@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.data.journal import REMEDY, Answer, Journal, read_journals
 from paceline.data.rows import Dropped, RowError
@@ -39,6 +39,8 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
     ]
 )
+AS_READ = {field.name: pa.list_(pa.int64()) if pa.types.is_list(field.type) else field.type for field in SCHEMA}
+"""Types to which columns are cast when read, as other programs may write others. Token ids are checked row by row."""
 TOP = [("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32())))]
 """Optional columns, written for `regenerate --top-k`: the target's most probable tokens at each position, best first,
 and their log-probabilities in nats (temperature 1, before penalties and grammars)."""
@@ -111,7 +113,7 @@ class AnswerShards:
     def keys(self) -> set[str]:
         """Return the keys of all finished conversations of all processes. Raises PromptError on a damaged shard."""
         finished, _ = read_journals(self._journals())
-        written = {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()}
+        written = {row["key"] for path in self._paths() for row in _read(path, ["key"])}
         return written | {answer.key for answer in finished}
 
     def __iter__(self) -> Iterator[Answer]:
@@ -146,7 +148,7 @@ def read_answers(path: Path | str, dropped: Dropped | None = None, tags: Sequenc
     """Yield the answers of a Parquet file. A row without a key or token ids is counted in `dropped`, or raises
     PromptError if `dropped` is None. `tags`: yield only rows with one of these; empty: all. Raises PromptError if the
     file cannot be read."""
-    for number, row in enumerate(_read(path, SCHEMA.names, optional=("tag",) if tags else ()).to_pylist(), start=1):
+    for number, row in enumerate(_read(path, SCHEMA.names, optional=("tag",) if tags else ()), start=1):
         if not has_tag(row, tags):
             continue
         row.pop("tag", None)
@@ -162,7 +164,7 @@ def read_answers(path: Path | str, dropped: Dropped | None = None, tags: Sequenc
 
 
 def _are_ids(ids: list[int | None] | None) -> bool:
-    return ids is not None and all(token is not None and token >= 0 for token in ids)
+    return ids is not None and all(token is not None and 0 <= token < 2**31 for token in ids)
 
 
 def has_answers(path: Path) -> bool:
@@ -178,11 +180,13 @@ def has_answers(path: Path) -> bool:
         return False  # the error is reported when its rows are read
 
 
-def _read(path: Path | str, columns: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
+def _read(path: Path | str, columns: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, Any]]:
     remedy = "delete it and run regenerate again"
     with reraised(PromptError, f"{path} is no file of answers", remedy, pa.ArrowException, OSError, ValueError):
         file = parquet.ParquetFile(path)
         missing = [name for name in columns if name not in file.schema_arrow.names]
         if missing:
             raise ValueError(f"it has no column {missing[0]}")
-        return file.read([*columns, *(name for name in optional if name in file.schema_arrow.names)])
+        table = file.read([*columns, *(name for name in optional if name in file.schema_arrow.names)])
+        schema = pa.schema([(field.name, AS_READ.get(field.name, field.type)) for field in table.schema])
+        return table.cast(schema).to_pylist()

@@ -111,7 +111,7 @@ def _part(part: Any, field: str) -> str:
     if not isinstance(part, Mapping):
         raise MessageError(field, f'must be a part as {{"type": "text", "text": ...}}, not {type(part).__name__}')
     kind = part.get("type") or "text"
-    if kind not in TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise MessageError(field, f"content of type {kind!r:.80} is not supported: this model reads text")
     key = TEXT_PARTS[kind]
     _refuse_unknown(part, {"type", key, *UNUSED_PART_KEYS}, field, f"a {kind} part")

@@ -231,7 +231,7 @@ def _spoken(entry: Row, where: str) -> Message:
         given: Any = json.loads(content) if isinstance(content, str) else content
         listed = given if isinstance(given, list) else [given]
         calls = [{"name": call["name"], "arguments": call["arguments"]} for call in listed]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RowError(f"{where}: a function_call must be a JSON object with name and arguments") from error
     return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": one} for one in calls]}
 
@@ -257,7 +257,7 @@ def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except ValueError:
+        except (ValueError, RecursionError):
             tools = "no JSON"
     if not tools:
         return ()

@@ -165,7 +165,8 @@ def _parquet_rows(path: Path) -> Rows:
     with needing(PromptError, f"reading {path} needs pyarrow: pip install pyarrow, or give a .jsonl file"):
         from pyarrow import ArrowException, parquet
     remedy = "give a .jsonl file, or a whole Parquet file"
-    with reraised(PromptError, f"{path} is not a readable Parquet file", remedy, ArrowException, OSError):
+    unreadable = (ArrowException, OSError, ValueError, OverflowError)  # the last two: texts and dates beyond Python's
+    with reraised(PromptError, f"{path} is not a readable Parquet file", remedy, *unreadable):
         batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
             yield f"{path}, row {number}", row

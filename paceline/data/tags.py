@@ -35,7 +35,7 @@ def tagged(paths: Iterable[Path], tags: Sequence[str]) -> list[Tagged]:
 
 
 def tag_of(row: Mapping[str, Any]) -> str:
-    return row.get("tag") or UNTAGGED
+    return str(row.get("tag") or UNTAGGED)
 
 
 def has_tag(row: Mapping[str, Any], tags: Sequence[str]) -> bool:
@@ -79,7 +79,7 @@ def _tags_of(source: Path) -> set[str] | None:
             opened = parquet.ParquetFile(file)
             is_tagged = "tag" in opened.schema_arrow.names
             rows = opened.read(["tag"]).to_pylist() if is_tagged else [{}] * min(1, opened.metadata.num_rows)
-        except (ArrowException, OSError):
+        except (ArrowException, OSError, ValueError):
             continue
         has_column |= is_tagged
         tags.update(map(tag_of, rows))

@@ -137,7 +137,7 @@ def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return converted
     try:
         raw = json.loads(exported)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{file.path}: GGUF key {CONFIG} is no JSON: export the drafter again") from error
     if not isinstance(raw, dict):
         raise ModelFileError(f"{file.path}: GGUF key {CONFIG} is no object: export the drafter again")
