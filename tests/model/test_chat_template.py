@@ -145,3 +145,10 @@ def test_http_clients_are_told_of_their_own_way_out(template: str | None) -> Non
     assert str(caught.value).endswith(" or use --raw")
     message = RequestRefused.of(caught.value).message
     assert "--raw" not in message and "/v1/completions" in message
+
+
+@pytest.mark.parametrize("template", ["{{ cycler() }}", "{{ messages[0].content | truncate(1) }}"])
+def test_arguments_that_jinja_itself_does_not_expect(template: str) -> None:
+    """A RuntimeError and an AssertionError."""
+    with pytest.raises(PromptError, match=r"the model's chat template failed \(.*\): check the messages"):
+        render(template)
