@@ -205,7 +205,7 @@ def _multiplies_bfloat16(device: str) -> bool:
 
 def short_name(name_or_path: str) -> str:
     """Return a model's name for users and clients: the last part of its path or hub id."""
-    return Path(os.path.abspath(Path(name_or_path).expanduser())).name or name_or_path
+    return Path(os.path.abspath(os.path.expanduser(name_or_path))).name or name_or_path
 
 
 def read_api_keys(given: tuple[str, ...], file: Path | None, variable: str = "PACELINE_API_KEY") -> tuple[str, ...]:

@@ -104,10 +104,10 @@ def resolve(name_or_path: str) -> Path:
     """Return the local folder or GGUF file of a model; downloads it first if necessary. Raises ModelNotFoundError (no
     such model), ModelFileError (unexpected content), DownloadError (no network or no access), and CacheError (the cache
     cannot be written)."""
-    path = Path(name_or_path).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix.lower() == ".gguf"):
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         raise ModelFileError(f"{path} is no model: give a Hugging Face model folder or a .gguf file")
     if name_or_path in BUILTINS:
         return _builtin_file(BUILTINS[name_or_path])
@@ -117,7 +117,7 @@ def resolve(name_or_path: str) -> Path:
 
 def check_name(name_or_path: str) -> None:
     """Raises ModelNotFoundError unless the name is a path, a built-in model or a valid hub id; uses no network."""
-    name, is_path = name_or_path, Path(name_or_path).expanduser().exists()
+    name, is_path = name_or_path, os.path.exists(os.path.expanduser(name_or_path))  # pathlib's raise for some names
     is_hub_id = HUB_ID.fullmatch(name) and not name.lower().endswith(".gguf") and name[0] not in ".~"
     if not (is_path or is_hub_id or name in BUILTINS):
         meant = "".join(f"did you mean {near}? Else " for near in get_close_matches(name.lower(), BUILTINS, n=1))

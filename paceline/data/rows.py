@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections import Counter
@@ -92,9 +93,9 @@ def rows_of(source: str | Path) -> tuple[str, Rows]:
     Raises PromptError if the source is missing or cannot be read, DownloadError if a data set cannot be downloaded.
     Both may also be raised later, while the rows are read."""
     path, name = Path(source), str(source)
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         return path.name, _folder_rows(path)
-    if path.is_file():
+    if os.path.isfile(path):
         return path.name, file_rows(path)
     is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?", name) and not name.startswith((".", "/"))
     if not is_id or path.suffix in (".jsonl", ".json", ".parquet", ".txt", ".csv", ".gz"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -228,8 +229,8 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def existing(path: Path | str) -> Path:
-    path = Path(path).expanduser()
-    if not path.exists():
+    path = Path(os.path.expanduser(path))
+    if not os.path.exists(path):
         raise ModelNotFoundError(f"no folder or file {path}: give a Hugging Face model folder or a .gguf file")
     return path
 

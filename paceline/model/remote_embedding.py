@@ -6,6 +6,7 @@ Only the checkpoint's safetensors files with these two matrices are read or down
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def light_folder(model: str) -> Path:
     """Return the folder with a model's config and tokenizer; for a hub id these are downloaded, but not the weights.
     Raises ModelNotFoundError, ModelFileError (not a model), DownloadError or CacheError (the cache cannot be
     written)."""
-    if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
+    if os.path.exists(os.path.expanduser(model)) or not HUB_ID.fullmatch(model):
         return resolve(model)
     return hub_folder(model, LIGHT)
 

@@ -14,8 +14,11 @@ import pytest
 from tiny_builtin import raising
 
 from paceline import hub
-from paceline.errors import CacheError, DownloadError, ModelNotFoundError
+from paceline.config import short_name
+from paceline.data.prompts import read_prompts
+from paceline.errors import CacheError, DownloadError, ModelNotFoundError, PromptError
 from paceline.hub import resolve
+from paceline.model.checkpoint import load_config
 from paceline.model.remote_embedding import light_folder
 
 
@@ -79,3 +82,16 @@ def test_hub_offline(tmp_path: Path) -> None:
     }
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert "DownloadError: org/name is not in the Hugging Face cache" in run.stderr
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "~no-such-user/model", f"/{'a' * 300}"])
+def test_names_that_pathlib_refuses(name: str) -> None:
+    """Longer than a file's name may be, or in the home of nobody."""
+    assert short_name(name) == name.rpartition("/")[2]
+    for look_up in (resolve, hub.check_name, light_folder):
+        with pytest.raises(ModelNotFoundError, match=f"no model '{name}': give a folder"):
+            look_up(name)
+    with pytest.raises(ModelNotFoundError, match="no folder or file"):
+        load_config(name)
+    with pytest.raises(PromptError, match="there is no prompt file"):
+        read_prompts(f"{name}.jsonl")

@@ -95,7 +95,8 @@ def find(model: str) -> ModelShape:
     a JSON file with the fields of ModelShape, or a GGUF file. Raises ModelNotFoundError for an unknown name or a
     missing file, UnsupportedModelError for a config without the necessary sizes, ModelFileError for a damaged GGUF
     file."""
-    path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
+    path = Path(os.path.expanduser(model))
+    is_folder = os.path.isdir(path)
     if path.suffix == ".json" or is_folder:
         return _from_file(path / "config.json" if is_folder else path)
     if path.suffix.lower() == ".gguf":

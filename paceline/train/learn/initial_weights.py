@@ -7,6 +7,7 @@ is about log(vocabulary), not 30.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from math import gcd, log
 from pathlib import Path
@@ -157,7 +158,7 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
         raise ConfigError(
             f"--init default: no drafter ships for {target_name}, only for {having}: give a folder with config.json"
         )
-    folder = shipped.find(target_name) if init == "default" else Path(init).expanduser()
+    folder = shipped.find(target_name) if init == "default" else Path(os.path.expanduser(init))
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--init {init}: there is no drafter in {folder}: give a folder with config.json")
     return folder

@@ -87,7 +87,7 @@ class TargetFacts:
 def read_target(target: EngineConfig) -> TargetFacts:
     """Reads a target's sizes, without its weights and without a download. Raises ModelNotFoundError for an unknown
     model, ModelFileError for a damaged file, UnsupportedModelError for an unsupported architecture."""
-    name, path = target.model, Path(target.model).expanduser()
+    name, path = target.model, Path(os.path.expanduser(target.model))
     if name in BUILTINS:
         path = BUILTINS[name].kept_in(cache_home())
     if path.is_file() and path.suffix.lower() == ".gguf":
