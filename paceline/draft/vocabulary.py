@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.errors import ModelFileError, reraised
-from paceline.model.checkpoint import read_tensors
+from paceline.model.checkpoint import check_finite, read_tensors
 
 log = logging.getLogger("paceline.draft")
 DRAFT_IDS = "draft_ids.safetensors"
@@ -47,19 +47,18 @@ def split(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor],
     network = {name: tensor for name, tensor in tensors.items() if name not in special}
     others = {name: tensors[name] for name in TARGETS_OWN if name in tensors}
     ids, head_VD = _ids(tensors.get(OFFSETS), tensors.get(IS_DRAFTED), path), tensors.get(HEAD)
-    if head_VD is not None and ids is not None and len(head_VD) != len(ids):
-        if len(head_VD) <= int(ids[-1]):
-            raise ModelFileError(
-                f"{path}: {HEAD} has {len(head_VD)} rows for {len(ids)} draft tokens: fetch the drafter again"
-            )
+    if head_VD is not None and ids is not None and head_VD.ndim and len(head_VD) > max(int(ids[-1]), len(ids)):
         head_VD = head_VD[ids]
-    return network, Vocabulary(ids, head_VD), others
+    return network, with_head(Vocabulary(ids), head_VD, path), others
 
 
 def _ids(offsets: Tensor | None, is_drafted: Tensor | None, path: Path) -> Tensor | None:
+    for name, tensor in ((OFFSETS, offsets), (IS_DRAFTED, is_drafted)):
+        if tensor is not None and (tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex()):
+            raise ModelFileError(f"{path}: {name} must be a list of whole numbers: fetch the drafter again")
     by_mask = None if is_drafted is None else is_drafted.bool().nonzero().flatten()
     if offsets is None:
-        return by_mask
+        return None if by_mask is None else check_ids(by_mask, f"{path}: {IS_DRAFTED}", "fetch the drafter again")
     ids = torch.arange(len(offsets)) + offsets.long()
     if by_mask is not None and torch.equal(by_mask, offsets.long()) and not torch.equal(by_mask, ids):
         log.warning("%s: %s holds token ids in place of offsets, as %s tells: read as ids", path, OFFSETS, IS_DRAFTED)
@@ -86,8 +85,7 @@ def read_draft_ids(folder: Path) -> Vocabulary | None:
     remedy = "delete it to draft over the whole vocabulary"
     with reraised(ModelFileError, f"{file} is damaged", remedy, SafetensorError, KeyError, OSError):
         stored = read_tensors(file)
-        ids = stored["ids"].long()
-    check_ids(ids, str(file), remedy)
+        ids = check_ids(stored["ids"], str(file), remedy).long()
     return with_head(Vocabulary(ids), stored.get("head"), file, remedy)
 
 
@@ -95,11 +93,25 @@ def with_head(
     own: Vocabulary, head_VD: Tensor | None, file: Path, remedy: str = "fetch the drafter again"
 ) -> Vocabulary:
     """Returns the draft vocabulary `own` with the drafter's own LM head `head_VD`; None: it uses the target's. Raises
-    ModelFileError unless the head has one row per token of the draft vocabulary. `file`, `remedy`: file that is named
-    in the error message, and its last part, which says what to do."""
-    if head_VD is not None and own.ids is not None and len(head_VD) != len(own.ids):
+    ModelFileError unless the head is a finite matrix with one row per token of the draft vocabulary. `file`, `remedy`:
+    file that is named in the error message, and its last part, which says what to do."""
+    if head_VD is None:
+        return own
+    if head_VD.ndim != 2:
+        raise ModelFileError(f"{file}: the head of shape {list(head_VD.shape)} is no matrix: {remedy}")
+    if own.ids is not None and len(head_VD) != len(own.ids):
         raise ModelFileError(f"{file}: the head has {len(head_VD)} rows for {len(own.ids)} tokens: {remedy}")
+    check_finite(HEAD, head_VD, file)
     return own._replace(head_VD=head_VD)
+
+
+def check_range(own: Vocabulary, vocab_size: int | None, path: Path) -> None:
+    """Raises ModelFileError, naming `path`, if the draft vocabulary has a token beyond the target's vocabulary of
+    `vocab_size` tokens; None: unknown size."""
+    if own.ids is not None and vocab_size is not None and int(own.ids[-1]) >= vocab_size:
+        raise ModelFileError(
+            f"{path}: the draft vocabulary names token {int(own.ids[-1])} of {vocab_size}: fetch the drafter again"
+        )
 
 
 def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> Tensor:
@@ -116,8 +128,9 @@ def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> T
 
 
 def check_ids(ids: Tensor, what: str, remedy: str) -> Tensor:
-    """Returns `ids` unchanged if they are a non-empty 1-D tensor of ascending token ids; else raises ModelFileError.
+    """Returns `ids` unchanged if they are a non-empty 1-D tensor of ascending integers; else raises ModelFileError.
     `what`: beginning of the error message, which names the tensor. `remedy`: its end, which says what to do."""
-    if ids.ndim != 1 or not len(ids) or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
+    is_whole = not (ids.is_floating_point() or ids.is_complex())
+    if not is_whole or ids.ndim != 1 or not len(ids) or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
         raise ModelFileError(f"{what}: token ids must ascend: {remedy}")
     return ids

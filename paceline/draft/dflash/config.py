@@ -26,6 +26,7 @@ from paceline.model.config.decoder import (
     short,
     whole,
 )
+from paceline.model.config.values import part
 from paceline.model.target import Sizes
 
 ARCHITECTURE, ARCHITECTURE_2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"
@@ -111,10 +112,8 @@ class DFlashConfig:
         or invalid key."""
         path = Path(path)
         raw = unpacked(raw, DSPARK, dict.fromkeys(MARKOV_KEYS[2:], False))
-        nested = raw.get("dflash_config") or {}
-        if not isinstance(nested, dict):
-            raise ModelFileError(f"{path}: dflash_config must be an object: correct config.json")
-        own = {**raw, **nested}
+        own = {**raw, **part(raw, path, "dflash_config")}
+        part(raw, path, "speculators", "speculators_config", "verifier")  # read by inspect and export
         _check_supported(raw, path)
         refuse_other_networks(own, {ARCHITECTURE: "dflash", ARCHITECTURE_2: "dflash2", DSPARK: "dspark"}, path)
         values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw | {"architectures": ["Qwen3ForCausalLM"]}

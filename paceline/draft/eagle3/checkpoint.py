@@ -29,6 +29,7 @@ from paceline.draft.vocabulary import as_tensors
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config.decoder import FAMILIES, DecoderConfig, decoder_config, is_whole, short, whole
+from paceline.model.config.values import part
 from paceline.model.target import Sizes
 
 log = logging.getLogger("paceline.draft")
@@ -289,9 +290,8 @@ def _flag(raw: Mapping[str, Any], name: str, path: Path) -> bool:
 
 
 def _taps(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    own = raw.get("eagle_config") or {}
-    if not isinstance(own, dict):
-        raise ModelFileError(f"{path}: eagle_config must be an object: correct config.json")
+    own = part(raw, path, "eagle_config")
+    part(raw, path, "speculators_config", "verifier")
     if own.get("use_aux_hidden_state") is False:
         raise UnsupportedModelError(
             f"{path}: use_aux_hidden_state is false: drafters that read the last hidden state alone are not implemented"
@@ -336,7 +336,7 @@ def _ids(config: Eagle3Config, maps: Mapping[str, Tensor], folder: Path) -> Tens
         )
     if "t2d" in maps:
         has_token = maps["t2d"].bool()
-        if len(has_token) != vocab_size or int(has_token.sum()) != size or not bool(has_token[ids].all()):
+        if has_token.shape != (vocab_size,) or int(has_token.sum()) != size or not bool(has_token[ids].all()):
             raise ModelFileError(f"{folder}: d2t and t2d name different tokens: fetch the drafter again")
     return ids
 

@@ -20,6 +20,7 @@ from paceline.draft import vocabulary
 from paceline.draft.dflash.checkpoint import StoredDrafter, write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.formats import speculators
+from paceline.draft.formats.family import network_of
 from paceline.draft.formats.gguf_writer import write_gguf
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.runs.folder import check_new
@@ -53,12 +54,14 @@ def export(
     - `verifier`, for "speculators": the target's name_or_path and architectures; unknown values may be missing.
     - `target`, for "gguf": the target's GGUF file, whose tokenizer is copied.
 
-    Raises ConfigError for an unknown format, a missing head or a wrong `target`, UnsupportedModelError for settings
-    that the format cannot express, CacheError if `out` has files or cannot be written.
+    Raises ModelFileError if tensors and config do not fit each other, ConfigError for an unknown format, a missing head
+    or a wrong `target`, UnsupportedModelError for settings that the format cannot express, CacheError if `out` has
+    files or cannot be written.
     """
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
     check_new(out, "file" if form == "gguf" else "folder")
+    network_of(stored.config, stored.tensors)  # raises for tensors that do not fit the config
     if stored.config.has_own_width:
         raise UnsupportedModelError(
             "this drafter is of another width than its target, with embeddings of its own: no format that others read "

@@ -89,8 +89,8 @@ def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
 
 def _with_rows(book_VR: Tensor, ids: Tensor, vocab_size: int, file: Path) -> Tensor:
     """Expand a codebook to [vocab_size, rank], with zeros for the dropped rows."""
-    if len(book_VR) != len(ids):
-        raise ModelFileError(f"{file}: a codebook has {len(book_VR)} rows for {len(ids)} tokens: {AGAIN}")
+    if book_VR.ndim != 2 or len(book_VR) != len(ids):
+        raise ModelFileError(f"{file}: a codebook has shape {list(book_VR.shape)} for {len(ids)} tokens: {AGAIN}")
     full_VR = book_VR.new_zeros(vocab_size, book_VR.shape[1])
     full_VR[ids.long()] = book_VR
     return full_VR

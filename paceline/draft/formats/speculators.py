@@ -27,6 +27,7 @@ from paceline.draft.dflash.config import MARKOV_KEYS, DFlash2Sizes
 from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config.decoder import is_whole, short
+from paceline.model.config.values import part
 
 log = logging.getLogger("paceline.draft")
 KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
@@ -74,8 +75,8 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"{path}: drafters of speculators_model_type {kind!r} are not implemented in speculators format: "
             f"give one of {', '.join(KINDS)}"
         )
-    layer, z_lab = raw.get("transformer_layer_config"), raw.get("z_lab") or {}
-    if not isinstance(layer, dict) or not isinstance(z_lab, dict):
+    layer, z_lab = raw.get("transformer_layer_config"), part(dict(raw), path, "z_lab")
+    if not isinstance(layer, dict):
         raise ModelFileError(f"{path}: transformer_layer_config must be an object: correct config.json")
     ids = raw.get("aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not ids or not all(map(is_whole, ids)):
@@ -87,7 +88,7 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"{path}: aux_hidden_state_layer_ids 0 is the target's embedding, which is never tapped here"
         )
     _check_sizes(raw, layer, path)
-    nested = {**(z_lab.get("dflash_config") or {}), "target_layer_ids": [each - 1 for each in ids]}
+    nested = {**part(z_lab, path, "dflash_config"), "target_layer_ids": [each - 1 for each in ids]}
     if raw.get("mask_token_id") is not None:
         nested["mask_token_id"] = raw["mask_token_id"]
     nested |= {name: raw[name] for name in ADDED[kind] if name in raw}
@@ -106,7 +107,7 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[str, Any]:
     """z-lab's is_causal: only sliding-window layers may be causal. Removes is_causal from `layer`, where a converter
     may have left it without effect."""
-    types, is_causal_key = layer.get("layer_types") or [], layer.pop("is_causal", None)
+    types, is_causal_key = layer.get("layer_types"), layer.pop("is_causal", None)
     has_window = layer.get("use_sliding_window") is True and layer.get("sliding_window") is not None
     is_causal = has_window and not is_non_causal
     if is_causal_key is not None and is_causal_key is not is_causal and has_window:
@@ -115,7 +116,7 @@ def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[s
             path,
             is_causal_key,
         )
-    if "sliding_attention" in types and not is_causal:
+    if isinstance(types, list) and "sliding_attention" in types and not is_causal:
         return {"is_causal": False}
     return {} if is_causal_key is None or is_causal_key is not is_causal else {"is_causal": is_causal_key}
 
@@ -199,7 +200,7 @@ def proposal_config(
         "verifier": {"architectures": [], "name_or_path": None},
     }
     known = {name: value for name, value in verifier.items() if value}
-    return {**config, "verifier": {**config.get("verifier", {}), **known}}
+    return {**config, "verifier": {**(config.get("verifier") or {}), **known}}
 
 
 def _check_sizes(raw: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> None:

@@ -36,6 +36,17 @@ def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     return {**own, **outer, "architectures": [TABLES["text_parts"][name]]}
 
 
+def part(values: dict[str, Any], path: Path, *keys: str) -> dict[str, Any]:
+    """Return the object below these nested keys, {} if one is missing or null. Raises ModelFileError, naming `path`, if
+    a key holds another value."""
+    for key in keys:
+        inner = values.get(key)
+        values = {} if inner is None else inner
+        if not isinstance(values, dict):
+            raise ModelFileError(f"{path}: {key} must be an object (got {short(values)}): correct config.json")
+    return values
+
+
 def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -1,0 +1,158 @@
+"""Drafters' files in which one key or tensor is of another kind: refused in one line that names it, when read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stored_drafters import BOTH_WAYS, IDS, raw_2, written
+from tiny_dflash import HIDDEN, raw_config
+from tiny_eagle3 import IDS as EAGLE_IDS
+from tiny_eagle3 import loud_network, raw_eagle3
+from torch import Tensor
+
+from paceline.draft.dflash.checkpoint import DENSE, read_stored, write_checkpoint
+from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Config, read_eagle3, write_eagle3
+from paceline.draft.formats.export import export, rows_of
+from paceline.draft.formats.inspection import described
+from paceline.draft.formats.packed import PACKED
+from paceline.draft.vocabulary import DRAFT_IDS
+from paceline.errors import ModelFileError
+
+HEAD_VD = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0))
+NAN, NUMBER, ONE = torch.full((4,), float("nan")), torch.tensor(1), torch.tensor(1.0)
+VERIFIER = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """A DFlash drafter with a draft vocabulary and a head, in the format of speculators."""
+    stored = read_stored(written(tmp_path / "own", raw_config(**BOTH_WAYS), IDS))
+    export(stored, "speculators", tmp_path / "exported", head_rows=rows_of(HEAD_VD), verifier=VERIFIER)
+    return tmp_path / "exported"
+
+
+def change_tensor(file: Path, name: str, value: Tensor) -> None:
+    save_file(load_file(file) | {name: value}, file, {"format": "pt"})
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    change(raw)
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("d2t", NUMBER, "d2t must be a list of whole numbers"),
+        ("d2t", torch.zeros(4), "d2t must be a list of whole numbers"),
+        ("t2d", NAN, "t2d must be a list of whole numbers"),
+        ("lm_head.weight", ONE, r"the head of shape \[\] is no matrix"),
+        ("lm_head.weight", torch.ones(4, HIDDEN) * NAN[:, None], "'lm_head.weight' holds NaN or an infinity"),
+        ("lm_head.weight", torch.ones(3, HIDDEN), "the head has 3 rows for 4 tokens"),
+    ],
+)
+def test_tensors_of_a_draft_vocabulary(name: str, value: Tensor, message: str, exported: Path) -> None:
+    """A head of NaN was read, and drafted nothing that was ever accepted."""
+    change_tensor(exported / DENSE, name, value)
+    with pytest.raises(ModelFileError, match=message):
+        read_stored(exported)
+
+
+def test_a_mask_alone_that_marks_no_token(exported: Path) -> None:
+    stored = load_file(exported / DENSE)
+    del stored["d2t"]
+    save_file(stored | {"t2d": torch.zeros(11, dtype=torch.bool)}, exported / DENSE)
+    with pytest.raises(ModelFileError, match="t2d: token ids must ascend"):
+        read_stored(exported)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.tensor([1, 4, 5, 11]), "the draft vocabulary names token 11 of 11"),
+        (IDS + 2**40, "the draft vocabulary names token 1099511627785 of 11"),
+        (NAN, "token ids must ascend"),
+        (IDS.to(torch.complex64), "token ids must ascend"),
+    ],
+)
+def test_draft_ids(ids: Tensor, message: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "drafter", raw_config(), IDS)
+    save_file({"ids": ids}, folder / DRAFT_IDS)
+    with pytest.raises(ModelFileError, match=message):
+        read_stored(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("candidate_selector.predecessor_codebook", ONE, r"a codebook has shape \[\] for 4 tokens"),
+        ("candidate_selector.successor_codebook", torch.ones(4), r"a codebook has shape \[4\] for 4 tokens"),
+        ("candidate_selector.codebook_ids", NAN, "token ids must ascend"),
+    ],
+)
+def test_packed_codebooks(name: str, value: Tensor, message: str, tmp_path: Path) -> None:
+    stored = read_stored(written(tmp_path / "own", raw_2()))
+    write_checkpoint(tmp_path / "packed", stored.config.raw, stored.tensors, IDS, in_8_bits=True)
+    change_tensor(tmp_path / "packed" / PACKED, name, value)
+    with pytest.raises(ModelFileError, match=message):
+        read_stored(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("value", ["x", 3, [1], True])
+@pytest.mark.parametrize("name", ["speculators_config", "verifier", "z_lab", "dflash_config"])
+def test_objects_of_a_speculators_config(name: str, value: Any, exported: Path) -> None:
+    def change(raw: dict[str, Any]) -> None:
+        owner = {"verifier": raw["speculators_config"], "dflash_config": raw["z_lab"]}.get(name, raw)
+        owner[name] = value
+
+    change_config(exported, change)
+    with pytest.raises(ModelFileError, match=f"{name} must be an object"):
+        read_stored(exported)
+
+
+def test_a_verifier_of_null_is_none(exported: Path, tmp_path: Path) -> None:
+    change_config(exported, lambda raw: raw["speculators_config"].update(verifier=None))
+    stored = read_stored(exported)
+    assert described(stored, exported)
+    export(stored, "speculators", tmp_path / "again", verifier=VERIFIER)
+    raw = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert raw["speculators_config"]["verifier"] == VERIFIER
+
+
+def test_layer_types_that_are_no_list(exported: Path) -> None:
+    change_config(exported, lambda raw: raw["transformer_layer_config"].update(layer_types=3))
+    with pytest.raises(ModelFileError, match="layer_types must name"):
+        read_stored(exported)
+
+
+@pytest.mark.parametrize("form", ["speculators", "z-lab", "gguf"])
+def test_a_drafter_without_a_tensor_is_not_exported(form: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "own", raw_config())
+    tensors = load_file(folder / DENSE)
+    del tensors["fc.weight"]
+    save_file(tensors, folder / DENSE)
+    with pytest.raises(ModelFileError, match=r"'fc.weight' has shape None"):
+        export(read_stored(folder), form, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("form", [None, VERIFIER], ids=["specforge", "speculators"])
+def test_eagle3(form: dict[str, Any] | None, tmp_path: Path) -> None:
+    raw = raw_eagle3(draft_vocab_size=len(EAGLE_IDS))
+    tensors = {name: tensor.detach() for name, tensor in loud_network(raw).state_dict().items()}
+    write_eagle3(tmp_path, Eagle3Checkpoint(Eagle3Config.from_json(raw), tensors, EAGLE_IDS), form)
+    change_config(tmp_path, lambda raw: raw.update(speculators_config={"verifier": ["x"]}))
+    with pytest.raises(ModelFileError, match="verifier must be an object"):
+        read_eagle3(tmp_path)
+    change_config(tmp_path, lambda raw: raw.pop("speculators_config"))
+    assert read_eagle3(tmp_path).ids.tolist() == EAGLE_IDS.tolist()
+    change_tensor(tmp_path / DENSE, "t2d", NUMBER)
+    with pytest.raises(ModelFileError, match="d2t and t2d name different tokens"):
+        read_eagle3(tmp_path)
