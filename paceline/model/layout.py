@@ -144,10 +144,10 @@ def as_ours(
             yield name, tensor
         elif names := _rows_of(name):
             sizes = [expected.get(part, (0,))[0] for part in names]
-            if sum(sizes) != tensor.shape[0]:
+            if tuple(tensor.shape[:1]) != (sum(sizes),):
                 raise ModelFileError(
-                    f"{source}: tensor {name!r} has {tensor.shape[0]} rows, the config asks for {sum(sizes)}: "
-                    "config and weights are of different models, fetch the model again"
+                    f"{source}: tensor {name!r} has shape {tuple(tensor.shape)}, the config asks for {sum(sizes)} "
+                    "rows: config and weights are of different models, fetch the model again"
                 )
             yield from zip(names, cast(Any, split_rows(tensor, sizes)), strict=True)
         else:

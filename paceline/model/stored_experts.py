@@ -32,7 +32,7 @@ def taken_apart(
             yield name, tensor
             continue
         owner, which, kind = match[1], match[2], match[3] or ""
-        if len(tensor) != config.num_experts or tensor.ndim != {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[kind]:
+        if tensor.ndim != {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[kind] or len(tensor) != config.num_experts:
             raise ModelFileError(
                 f"{source}: tensor {name!r} has shape {tuple(tensor.shape)}, the config asks for {config.num_experts} "
                 "experts: config and weights are of different models, fetch the model again"
