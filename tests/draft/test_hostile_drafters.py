@@ -17,6 +17,7 @@ from tiny_eagle3 import loud_network, raw_eagle3
 from torch import Tensor
 
 from paceline.draft.dflash.checkpoint import DENSE, read_stored, write_checkpoint
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Config, read_eagle3, write_eagle3
 from paceline.draft.formats.export import export, rows_of
 from paceline.draft.formats.inspection import described
@@ -156,3 +157,16 @@ def test_eagle3(form: dict[str, Any] | None, tmp_path: Path) -> None:
     change_tensor(tmp_path / DENSE, "t2d", NUMBER)
     with pytest.raises(ModelFileError, match="d2t and t2d name different tokens"):
         read_eagle3(tmp_path)
+
+
+@pytest.mark.parametrize("value", [1, "false", []])
+def test_flags_of_another_type(value: Any, exported: Path) -> None:
+    """ "false" was true for DFlash's flags, and 1 was false for EAGLE-3's."""
+    for name in ("sample_from_anchor", "sliding_window_non_causal"):
+        change_config(exported, lambda raw, name=name: raw.update({name: value}))
+        with pytest.raises(ModelFileError, match=f"{name} must be true or false"):
+            read_stored(exported)
+        change_config(exported, lambda raw, name=name: raw.update({name: False}))
+    for read, raw in ((DFlashConfig, raw_config(is_causal=value)), (Eagle3Config, raw_eagle3(norm_output=value))):
+        with pytest.raises(ModelFileError, match="(is_causal|norm_output) must be true or false"):
+            read.from_json(raw)

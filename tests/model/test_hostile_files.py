@@ -84,6 +84,28 @@ def test_absurd_configs(changes: dict[str, Any], tmp_path: Path) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("value", [1, 0, "true", [], {}])
+@pytest.mark.parametrize("key", ["attention_bias", "tie_word_embeddings", "norm_topk_prob", "use_sliding_window"])
+def test_flags_of_another_type(key: str, value: Any, tmp_path: Path) -> None:
+    """norm_topk_prob 1 is true for Transformers, and was false here: other answers, without a word."""
+    with pytest.raises(ModelFileError, match=f"{key} must be true or false"):
+        load_config(write_config(tmp_path, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("Phi3ForCausalLM", "model.layers.0.self_attn.qkv_proj.weight"),
+        ("GptOssForCausalLM", "model.layers.0.mlp.experts.gate_up_proj"),
+        ("GptOssForCausalLM", "model.layers.0.mlp.experts.down_proj_blocks"),
+    ],
+)
+def test_a_single_number_in_place_of_a_fused_matrix(architecture: str, name: str, tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, architecture, head_dim=8))
+    with pytest.raises(ModelFileError, match=rf"tensor '{name}' has shape \(\), the config asks for"):
+        list(check_tensors(config, [(name, torch.tensor(1.0))], tmp_path))
+
+
 def test_a_key_of_ours_in_a_config_means_nothing(tmp_path: Path) -> None:
     assert load_config(write_config(tmp_path, family="qwen3")).family == "llama"
 

@@ -26,7 +26,7 @@ from paceline.model.config.decoder import (
     short,
     whole,
 )
-from paceline.model.config.values import part
+from paceline.model.config.values import check_flags, part
 from paceline.model.target import Sizes
 
 ARCHITECTURE, ARCHITECTURE_2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"
@@ -293,6 +293,7 @@ def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _causal_layers(values: dict[str, Any], num_layers: int, path: Path) -> tuple[bool, ...]:
+    check_flags(values, path, ("is_causal",))
     if values.get("is_causal") is not None:
         return (bool(values["is_causal"]),) * num_layers
     types = values.get("layer_types")

@@ -29,7 +29,7 @@ from paceline.draft.vocabulary import as_tensors
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config.decoder import FAMILIES, DecoderConfig, decoder_config, is_whole, short, whole
-from paceline.model.config.values import part
+from paceline.model.config.values import check_flags, part
 from paceline.model.target import Sizes
 
 log = logging.getLogger("paceline.draft")
@@ -85,7 +85,8 @@ class Eagle3Config:
                 "speculators folder"
             )
         shape = _shape(layer, path)
-        flags = {name: _flag(raw, name, path) for name in FLAGS}
+        check_flags(raw, path, FLAGS)
+        flags = {name: raw.get(name) is True for name in FLAGS}
         if flags["norm_before_fc"] and flags["fc_norm"]:
             raise ModelFileError(f"{path}: norm_before_fc and fc_norm exclude each other: correct config.json")
         return cls(
@@ -280,13 +281,6 @@ def _shape(layer: Mapping[str, Any], path: Path) -> DecoderConfig:
         )
     window = whole(dict(layer), "sliding_window", path)
     return replace(shape, windows=tuple(window if each == "sliding_attention" else None for each in types))
-
-
-def _flag(raw: Mapping[str, Any], name: str, path: Path) -> bool:
-    value = raw.get(name)
-    if value not in (None, True, False):
-        raise ModelFileError(f"{path}: {name} must be true or false (got {short(value)}): correct config.json")
-    return value is True
 
 
 def _taps(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from paceline.draft.dflash.config import MARKOV_KEYS, DFlash2Sizes
 from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config.decoder import is_whole, short
-from paceline.model.config.values import part
+from paceline.model.config.values import check_flags, part
 
 log = logging.getLogger("paceline.draft")
 KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
@@ -88,6 +88,7 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"{path}: aux_hidden_state_layer_ids 0 is the target's embedding, which is never tapped here"
         )
     _check_sizes(raw, layer, path)
+    check_flags(dict(raw), path, ("sliding_window_non_causal", "sample_from_anchor"))
     nested = {**part(z_lab, path, "dflash_config"), "target_layer_ids": [each - 1 for each in ids]}
     if raw.get("mask_token_id") is not None:
         nested["mask_token_id"] = raw["mask_token_id"]

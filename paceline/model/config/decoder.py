@@ -9,7 +9,17 @@ from typing import Any, Literal
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config.layers import FULL, LINEAR, SLIDING, LayerSizes, layer_sizes_of
 from paceline.model.config.ropes import rope_fields
-from paceline.model.config.values import LARGEST, MAX_EXPERTS, TABLES, fraction, is_whole, short, text_part, whole
+from paceline.model.config.values import (
+    LARGEST,
+    MAX_EXPERTS,
+    TABLES,
+    check_flags,
+    fraction,
+    is_whole,
+    short,
+    text_part,
+    whole,
+)
 
 FAMILIES = TABLES["families"]
 FP8_BLOCK = 128
@@ -178,6 +188,7 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     architecture = _architecture(raw, path)
     defaults = FAMILIES[architecture]
     values = defaults | raw | {"family": defaults["family"]}
+    check_flags(values, path)
     values["rope_parameters"] = raw.get("rope_parameters") or defaults.get("rope_parameters")
     if values["rope_parameters"]:
         values["rope_scaling"] = raw.get("rope_scaling")

@@ -16,6 +16,10 @@ LARGEST = 1e18
 """Upper limits of values in config.json: layers, other integers, experts of all layers, and floats. Larger values are
 rejected."""
 
+FLAGS = ("attention_bias", "mlp_bias", "output_bias", "tie_word_embeddings", "norm_topk_prob", "use_sliding_window")
+FLAGS += ("attention_k_eq_v", "use_double_wide_mlp")
+"""Keys of a model's config.json whose values are true or false."""
+
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 _named = TABLES["families"]
 TABLES["families"] = {name: {**_named.get(own.get("as"), {}), **own} for name, own in _named.items()}
@@ -45,6 +49,14 @@ def part(values: dict[str, Any], path: Path, *keys: str) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise ModelFileError(f"{path}: {key} must be an object (got {short(values)}): correct config.json")
     return values
+
+
+def check_flags(values: dict[str, Any], path: Path, keys: tuple[str, ...] = FLAGS) -> None:
+    """Raise ModelFileError, naming `path`, if one of `keys` holds another value than true, false or null. Such a value,
+    such as 1 or "true", would be taken for false here and for true by Transformers."""
+    for key in keys:
+        if not isinstance(values.get(key), (bool, type(None))):
+            raise ModelFileError(f"{path}: {key} must be true or false (got {short(values[key])}): correct config.json")
 
 
 def is_whole(value: object) -> bool:
