@@ -13,7 +13,6 @@ prediction and warnings.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -155,24 +154,13 @@ def deployment_of(
     """Returns the machine, number formats, number of GPUs and expert locality that `config` sets. Defaults: the machine
     `measured` (None: this computer), the number formats `known`, and the expert locality `locality` (0: each position
     selects its experts independently; 1: all positions of a sequence share them)."""
-    number, name = counted(config.hardware)
+    number, name = catalogue.counted("--hardware", config.hardware or THIS)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
     machine = measured if measured and config.hardware is None else machine_named(name)
     precisions = with_precisions(known, config.precision)
     own = config.expert_locality
     return Deployment(machine, precisions, max(number, config.gpus), locality if own is None else own, config.per_layer)
-
-
-def counted(hardware: str | None) -> tuple[int, str | None]:
-    """Splits "2x H100" into (2, "H100"); "H100" gives (1, "H100"), and None gives (1, None). Raises ConfigError for 0
-    machines."""
-    match = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.*\S)\s*", hardware or "", re.IGNORECASE)
-    if not match:
-        return 1, hardware
-    if int(match[1]) < 1:
-        raise ConfigError(f"--hardware {hardware!r}: give at least one machine")
-    return int(match[1]), match[2]
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
@@ -190,16 +178,17 @@ def _fraction(config: CostsConfig) -> FractionDrafter:
     return FractionDrafter(limits.DEFAULT_COST if config.drafter_cost is None else config.drafter_cost, config.block)
 
 
-def machine_named(name: str | None) -> Machine:
-    """Returns a known machine by its name, ignoring case and spaces. None and "this" measure this machine's GPU or,
-    without one, its CPU; "cpu" measures its CPU. Raises ConfigError, which lists the known names."""
-    wanted = (name or THIS).strip().lower().replace("-", " ").replace("_", " ")
-    if wanted in (THIS, "this machine", "cpu"):
-        return this_machine(resolve(EngineConfig(device="cpu" if wanted == "cpu" else "auto")).device)
-    if machine := catalogue.machine(wanted):
-        return machine
-    names = ", ".join(catalogue.machines())
-    raise ConfigError(f"--hardware {name!r} is not known: choose from {names}, or {THIS} to measure this one")
+def is_here(name: str) -> bool:
+    """True if a machine's name means this computer: "this", "this machine" or "cpu", in any case."""
+    return name.lower().replace("-", " ").replace("_", " ") in (THIS, "this machine", "cpu")
+
+
+def machine_named(name: str) -> Machine:
+    """Returns a known machine by its name, ignoring case and spaces. "this" measures this machine's GPU or, without
+    one, its CPU; "cpu" measures its CPU. Raises ConfigError, which lists the known names."""
+    if is_here(name):
+        return this_machine(resolve(EngineConfig(device="cpu" if name.lower() == "cpu" else "auto")).device)
+    return catalogue.known_machine("--hardware", name, f"or {THIS} to measure this one")
 
 
 def _title(shape: ModelShape, deployment: Deployment) -> str:

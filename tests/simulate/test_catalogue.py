@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ModelNotFoundError, UnsupportedModelError
+from paceline.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from paceline.simulate.costs import catalogue
 
 TOTALS = {
@@ -161,3 +161,25 @@ def test_machines_by_their_names() -> None:
         assert machine and machine.name == name
     assert catalogue.machine("RTX") is None and catalogue.machine("Apple") is None, "several begin so"
     assert catalogue.machine("abacus") is None
+
+
+COUNTED = {
+    "H100": (1, "H100"),
+    " RTX 4090 ": (1, "RTX 4090"),
+    "8 H100": (8, "H100"),
+    "8x H100": (8, "H100"),
+    "8xH100": (8, "H100"),
+    "2 × RTX 4090": (2, "RTX 4090"),
+    "4 * L40S": (4, "L40S"),
+}
+
+
+@pytest.mark.parametrize("written", list(COUNTED))
+def test_a_count_before_a_machines_name(written: str) -> None:
+    assert catalogue.counted("--hardware", written) == COUNTED[written]
+
+
+def test_no_machines_are_refused() -> None:
+    for written in ("0x H100", "0 H100"):
+        with pytest.raises(ConfigError, match=f"^--train-on '{written}': give at least one machine$"):
+            catalogue.counted("--train-on", written)

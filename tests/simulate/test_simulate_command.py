@@ -159,6 +159,11 @@ def test_listing() -> None:
     assert "not public" in run("--list")
 
 
+def test_a_count_before_the_machines_name() -> None:
+    answers = [line("--model", "Qwen3-8B", "--hardware", written) for written in ("8x H100", "8 H100")]
+    assert answers[0] == answers[1] and answers[1]["gpus"] == 8
+
+
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/test_hardware.py measures."""
     monkeypatch.setattr("paceline.simulate.answer.this_machine", lambda device: MACHINE)
@@ -189,7 +194,7 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--drafter-cost", "0.1", "--drafter-params", "1e9"], "leave one out"),
         (["--model", "no-such-model"], "no model"),
         (["--model", "Qwen3.6-Max"], "not public"),
-        (["--hardware", "abacus"], "choose from"),
+        (["--hardware", "8 abacus"], "^--hardware 'abacus' is not known: choose from B200.* or this to measure this"),
         (["--precision", "fp7"], "is not known"),
         (["--expert-locality", "2"], "between 0"),
         (["--toy", "--table", "x.json"], "exclude each other"),

@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.simulate.server_logs import parse_server
 from paceline.simulate.speedup import constant
-from paceline.train.plan.advise import advise
+from paceline.train.plan.advise import _device, advise
 from paceline.train.plan.current_traffic import Seen, seen_in_server, seen_in_traces, with_server
 from paceline.train.plan.customers import HORIZON_DAYS
 from paceline.train.plan.expected_acceptance import EPOCHS, Learned, expected_of
@@ -347,7 +347,7 @@ def test_a_roofline_is_called_a_ceiling_until_one_rate_was_measured() -> None:
 
 
 def test_the_number_of_gpus_may_be_given_twice_or_either_way() -> None:
-    config, machines = AdviceConfig(run="none"), [("2x H100", 2), ("2x H100", 1), ("H100", 2)]
+    config, machines = AdviceConfig(run="none"), [("2x H100", 2), ("2 H100", 1), ("H100", 2)]
     advice = [
         advise(CostsConfig(model="Qwen3-8B", hardware=name, gpus=gpus), config, Seen()) for name, gpus in machines
     ]
@@ -376,7 +376,9 @@ def test_what_8000_answers_brought_elsewhere_lies_inside() -> None:
         (["--busy-hours", "25"], "--busy-hours must be at most 24"),
         (["--hardware", ""], "--hardware is empty"),
         (["--traffic", "other"], "--traffic"),
-        (["--hardware", "0x H100"], "at least one machine"),
+        (["--hardware", "0x H100"], "--hardware '0x H100': give at least one machine"),
+        (["--hardware", "H100", "--train-on", "0 H100"], "--train-on '0 H100': give at least one machine"),
+        (["--hardware", "H100", "--train-on", "8 abacus"], "--train-on 'abacus' is not known: choose from B200"),
         (["--hardware", "2x H100", "--gpus", "4"], "two numbers"),
         (["--tag", "acme"], "--tag selects among traces"),
         (["--run", "runs/none-here"], "--run runs/none-here has no acceptance length"),
@@ -385,3 +387,8 @@ def test_what_8000_answers_brought_elsewhere_lies_inside() -> None:
 def test_impossible_questions(words: list[str], remedy: str) -> None:
     result = CliRunner().invoke(app, ["advise", "--model", "Qwen3.5-27B", *words])
     assert remedy in str(result.exception) + result.output
+
+
+@pytest.mark.parametrize("written", [None, "this", "This", "this machine", "CPU"])
+def test_a_training_on_this_machine_by_every_name_of_it(written: str | None) -> None:
+    assert _device(CostsConfig(hardware=written)) is None

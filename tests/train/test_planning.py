@@ -257,6 +257,7 @@ def test_a_resumed_run_keeps_its_choices(tmp_path: Path) -> None:
         ("8xH100", 8, "H100"),
         ("2 x RTX 4090", 2, "RTX 4090"),
         ("4 L40S", 4, "L40S"),
+        ("4 × L40S", 4, "L40S"),
     ],
 )
 def test_machines_by_name(name: str, number: int, machine: str) -> None:
@@ -267,6 +268,8 @@ def test_machines_by_name(name: str, number: int, machine: str) -> None:
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="device-name 'abacus' is not known: choose from B200"):
         make_plan(train_config(tmp_path), "abacus")
+    with pytest.raises(ConfigError, match="device-name '' is not known"):
+        make_plan(train_config(tmp_path), "")
     with pytest.raises(ModelNotFoundError, match="no model 'nothing'"):
         make_plan(train_config(tmp_path, "nothing"))
 

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ModelNotFoundError, UnsupportedModelError, reraised
+from paceline.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, reraised
 from paceline.hardware import Machine
 from paceline.simulate.costs.model_config import shape_of
 from paceline.simulate.costs.shapes import FORMATS, ModelShape, from_json
@@ -72,6 +72,25 @@ def machine(name: str) -> Machine | None:
     begun = [each for each in known if each.split()[0].lower() == wanted]
     match = names.get(wanted) or (begun[0] if len(begun) == 1 else None)
     return known[match] if match else None
+
+
+def counted(option: str, written: str) -> tuple[int, str]:
+    """Splits "8x H100", "8xH100" or "8 H100" into (8, "H100"); "H100" gives (1, "H100"). Raises ConfigError, which
+    names `option`, for 0 machines."""
+    match = re.fullmatch(r"([0-9]{1,9})(?:\s*[x×*]\s*|\s+)(\S.*)", written.strip(), re.IGNORECASE)
+    if not match:
+        return 1, written.strip()
+    if int(match[1]) < 1:
+        raise ConfigError(f"{option} {written!r}: give at least one machine")
+    return int(match[1]), match[2]
+
+
+def known_machine(option: str, name: str, remedy: str = "as in '8x H100'") -> Machine:
+    """Returns the known machine with this name. Raises ConfigError, which names `option` and the known names and ends
+    with `remedy`, for an unknown one."""
+    if known := machine(name):
+        return known
+    raise ConfigError(f"{option} {name!r} is not known: choose from {', '.join(machines())}, {remedy}")
 
 
 def all_shapes() -> dict[str, ModelShape]:

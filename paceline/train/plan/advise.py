@@ -17,9 +17,10 @@ from typing import Any
 
 from paceline.config import EngineConfig
 from paceline.report.tables import with_interval
-from paceline.simulate.answer import DEFAULT_MODEL, Setup, counted, set_up
+from paceline.simulate.answer import DEFAULT_MODEL, THIS, Setup, is_here, set_up
 from paceline.simulate.assumed import assumed
 from paceline.simulate.config import AdviceConfig, CostsConfig
+from paceline.simulate.costs.catalogue import counted, known_machine
 from paceline.simulate.costs.roofline import memory_need
 from paceline.simulate.costs.rounds import FractionDrafter, MeasuredCosts, RooflineCosts, StepCosts
 from paceline.simulate.limits import LOOKUPS
@@ -110,6 +111,8 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     known = config.answers or seen.answers
     numbers: list[int] = sorted({*NUMBERS, *([known] if known and known >= NUMBERS[0] // 10 else [])})
     model = costs.model or (setup.shape.name if setup.shape else DEFAULT_MODEL)
+    if config.train_on:
+        known_machine("--train-on", counted("--train-on", config.train_on)[1])
     device = config.train_on or _device(costs)
     plans = [_plan(model, number, tokens, device) for number in numbers]
     last = plans[-1]
@@ -167,8 +170,8 @@ def _replicas(setup: Setup, load: Load, now: dict[str, float]) -> list[str]:
 
 def _device(costs: CostsConfig) -> str | None:
     """Returns the machine in the format of --device-name."""
-    number, name = counted(costs.hardware)
-    if name in (None, "this", "cpu"):
+    number, name = counted("--hardware", costs.hardware or THIS)
+    if is_here(name):
         return None
     return name if max(number, costs.gpus) == 1 else f"{max(number, costs.gpus)}x {name}"
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
 from paceline.hardware import BusyClock, Machine, cpu_name, processor, this_machine
 from paceline.hub import BUILTINS, cache_home
 from paceline.model.adapter import base_name, is_adapter
@@ -185,23 +184,10 @@ class MachineFacts:
 def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
     """Returns the known machine `device_name`, such as "8x H100". If it is None, returns the measured speeds of
     `device` (such as "auto" or "cpu") on this machine. Raises ConfigError, with the known names, for an unknown one."""
-    if device_name:
-        number, name = _counted(device_name)
-        if machine := catalogue.machine(name):
-            return MachineFacts(machine, number, is_here=False)
-        known = ", ".join(catalogue.machines())
-        raise ConfigError(f"device-name {device_name!r} is not known: choose from {known}, as in '8x H100'")
+    if device_name is not None:
+        number, name = catalogue.counted("device-name", device_name)
+        return MachineFacts(catalogue.known_machine("device-name", name), number, is_here=False)
     return _measured_once(device)
-
-
-def _counted(text: str) -> tuple[int, str]:
-    match = re.fullmatch(r"\s*(\d+)\s*[x*]?\s+?(.*\S)\s*|\s*(\d+)\s*[x*]\s*(.*\S)\s*", text, re.IGNORECASE)
-    if not match:
-        return 1, text.strip()
-    number, name = (match[1], match[2]) if match[1] else (match[3], match[4])
-    if int(number) < 1:
-        raise ConfigError(f"device-name {text!r}: give at least one machine")
-    return int(number), name.strip()
 
 
 def speeds_file() -> Path:
