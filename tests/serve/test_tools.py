@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 
 from paceline.data.messages import normalised
-from paceline.model.text.tools import with_tools
+from paceline.errors import PromptError
+from paceline.model.text.tools import compact, with_tools
 from paceline.serve.http.failures import RequestRefused
+from paceline.serve.requests.grammars import grammar_of
 from paceline.serve.requests.protocol import ChatRequest
 from paceline.serve.requests.tools import forced_schema, plain_tools, tools_of
 
@@ -93,3 +96,14 @@ def test_a_tool_without_parameters_is_called_with_an_empty_object(parameters: ob
     function = {"name": "now"} | ({} if parameters is ... else {"parameters": parameters})
     schema = json.loads(forced_schema(request(tools=[{"function": function}], tool_choice="required")) or "")
     assert schema["properties"]["arguments"] == {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def test_deeply_nested_json_is_refused_wherever_it_stands() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(sys.getrecursionlimit()):
+        deep = {"items": deep}
+    with pytest.raises(PromptError, match="^the JSON is nested too deeply: flatten it$"):
+        compact(deep)
+    with pytest.raises(RequestRefused, match="^the JSON is nested too deeply: flatten it$") as refused:
+        grammar_of(request().model_copy(update={"guided_json": deep}))
+    assert refused.value.status == 400

@@ -50,12 +50,12 @@ def call_schema(tools: Sequence[dict[str, Any]]) -> str:
     return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)
 
 
-def compact(value: Any) -> str:
-    """Encode a value as JSON on one line. Raises PromptError if it is nested too deeply."""
+def compact(value: Any, error: type[Exception] = PromptError) -> str:
+    """Encode a value as JSON on one line. Raises `error` if it is nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        raise PromptError("the JSON is nested too deeply: flatten it") from None
+        raise error("the JSON is nested too deeply: flatten it") from None
 
 
 def json_or(text: str, otherwise: Any) -> Any:

@@ -103,14 +103,6 @@ def dump(value: Any) -> bytes:
     )
 
 
-def compact(value: Any) -> str:
-    """Return a value from a request as JSON text. Raises RequestRefused if it is nested too deeply."""
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        raise RequestRefused("the JSON is nested too deeply: flatten it") from None
-
-
 def json_response(
     value: Any, status: int = 200, headers: dict[str, str] | None = None, *, multiple: int = 1
 ) -> Response:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from paceline.serve.http.failures import RequestRefused, compact
+from paceline.model.text.tools import compact
+from paceline.serve.http.failures import RequestRefused
 from paceline.serve.requests.protocol import ResponseFormat, Sampling, StructuredOutputs
 from paceline.types import GrammarSpec
 
@@ -38,7 +39,7 @@ def grammar_of(request: Sampling) -> tuple[str, GrammarSpec] | None:
 
 
 def _schema(schema: dict[str, Any] | bool | str) -> GrammarSpec:
-    return GrammarSpec("json_schema", schema if isinstance(schema, str) else compact(schema))
+    return GrammarSpec("json_schema", schema if isinstance(schema, str) else compact(schema, RequestRefused))
 
 
 def _choice(choices: list[str]) -> GrammarSpec:

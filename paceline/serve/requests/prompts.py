@@ -13,8 +13,9 @@ from paceline.data.messages import content_text
 from paceline.errors import PacelineError
 from paceline.model.text.chat import chat_text
 from paceline.model.text.tokenizer import Tokenizer
+from paceline.model.text.tools import compact
 from paceline.serve.http.clock import Clock
-from paceline.serve.http.failures import RequestRefused, compact
+from paceline.serve.http.failures import RequestRefused
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from paceline.serve.requests.tools import plain_tools, text_of, tools_of
 from paceline.serve.worker.engine import ModelInfo
@@ -66,8 +67,9 @@ def _texts(request: ChatRequest) -> Iterator[str]:
         yield from (
             text for name in ("reasoning_content", "reasoning", "refusal") if isinstance(text := sent.get(name), str)
         )
-        yield from (compact(sent[name]) for name in ("tool_calls", "function_call") if sent.get(name))
-    yield from (compact(value) for value in (plain_tools(tools_of(request)), request.documents) if value)
+        yield from (compact(sent[name], RequestRefused) for name in ("tool_calls", "function_call") if sent.get(name))
+    others = (plain_tools(tools_of(request)), request.documents)
+    yield from (compact(value, RequestRefused) for value in others if value)
 
 
 def encode_request(
