@@ -133,11 +133,16 @@ def test_predictions_need_no_engine(path: Path) -> None:
     assert name_of(GGUF_PARSER) not in imports_of(path, top_level_only=True)
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "interop").glob("*.py")), ids=name_of)
+FOR_ENGINES = {"paceline.errors", "paceline.interop", "paceline.net.loopback"}
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted((PACKAGE / "interop").glob("*.py")), PACKAGE / "net" / "loopback.py"], ids=name_of
+)
 def test_classes_for_other_engines_need_little(path: Path) -> None:
     """They run in the engine's environment, where our dependencies may be missing."""
     imported = imports_of(path)
-    assert {name for name in imported if name.startswith("paceline")} <= {"paceline.errors", "paceline.interop"}
+    assert {name for name in imported if name.startswith("paceline")} <= FOR_ENGINES
     assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names | {
         "torch",
         "safetensors",

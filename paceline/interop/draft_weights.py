@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 import os
 import time
@@ -40,6 +39,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
+from paceline.net.loopback import is_loopback
 
 PATH = "/paceline/draft-weights"
 KEY = "PACELINE_ADMIN_KEY"
@@ -279,7 +279,7 @@ class DraftWeightsRoute:
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self.key}".encode()):
             return 401, {"error": f"a wrong key: {KEY} of vLLM's environment is needed"}
-        if not _is_loopback(scope.get("client")) or any(name in headers for name in FORWARDED):
+        if not is_loopback((scope.get("client") or ("", 0))[0]) or any(name in headers for name in FORWARDED):
             return 403, {"error": f"{PATH} answers on loopback only: forward its port, as kubectl port-forward does"}
         return None
 
@@ -340,13 +340,6 @@ async def _folder(receive: Any) -> str | None:
     except (ValueError, LookupError, TypeError):
         return None
     return folder if isinstance(folder, str) and os.path.isabs(folder) else None
-
-
-def _is_loopback(client: Any) -> bool:
-    try:
-        return ipaddress.ip_address(client[0]).is_loopback
-    except (ValueError, TypeError):
-        return False
 
 
 def _first(problems: Any) -> str | None:

@@ -1,1 +1,1 @@
-"""HTTP clients, and a reader of Prometheus metrics."""
+"""HTTP clients, a reader of Prometheus metrics, and a test for loopback addresses."""

@@ -16,6 +16,7 @@ from live_server import Live, chat_body, serving, talker
 
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError
+from paceline.net.loopback import is_loopback
 from paceline.serve.http.app import PAGES
 from paceline.serve.settings import ServeConfig
 
@@ -249,3 +250,12 @@ def test_no_field_takes_the_server_down(live: Live, more: dict[str, Any]) -> Non
     status, _, _ = live.post("/v1/chat/completions", json.dumps(chat_body("x", max_tokens=2) | more).encode())
     assert status in (200, 400, 404, 413)
     assert live.seen.num_crashes == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "is_near"),
+    [("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("LocalHost", True), ("10.0.0.1", False), ("", False)],
+)
+def test_what_counts_as_this_machine(host: str, is_near: bool) -> None:
+    assert is_loopback(host, "localhost") == is_near
+    assert not is_loopback("localhost"), "a name may point elsewhere"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from paceline.bounds import check, within
 from paceline.errors import ConfigError, refuse
+from paceline.net.loopback import is_loopback
 
 LEAST_KEY = 16
 """Minimum characters of the key."""
@@ -32,7 +32,7 @@ class McpConfig:
         refuse(
             ConfigError,
             (
-                not _is_loopback(self.host),
+                not is_loopback(self.host),
                 f"host {self.host} is no loopback address: take 127.0.0.1, and forward its port if needed",
             ),
             (
@@ -40,10 +40,3 @@ class McpConfig:
                 f"key must have at least {LEAST_KEY} characters: take the output of openssl rand -hex 16",
             ),
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import time
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.net.loopback import is_loopback
 from paceline.serve.http.clock import ARRIVED
 from paceline.serve.http.failures import ApiError, RequestRefused, error_response
 from paceline.serve.settings import ServeConfig
@@ -71,7 +71,7 @@ class Gate:
             self._check_key(headers, self._admin_digests, "invalid_admin_key")
             return
         address = (scope.get("client") or ("", 0))[0]
-        is_near = _is_loopback(address) and _is_loopback(host_name(headers.get("host", "")))
+        is_near = is_loopback(address) and is_loopback(host_name(headers.get("host", "")), "localhost")
         if self._digests or not is_near or any(name in headers for name in FORWARDED):
             raise ApiError.known("admin_closed")
 
@@ -161,7 +161,7 @@ def check_headers(headers: Headers, hosts: frozenset[str] | None) -> None:
 def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
     """Return the host names that a Host header may contain, without ports; None if every name is allowed."""
     names = config.allowed_hosts
-    if not names and _is_loopback(config.host):
+    if not names and is_loopback(config.host, "localhost"):
         names = (config.host, "localhost", "127.0.0.1", "::1")
     return None if not names or "*" in names else frozenset(map(host_name, names))
 
@@ -173,10 +173,3 @@ def host_name(host: str) -> str:
         host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if host.count(":") == 1 else host
     )
     return name.rstrip(".")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
