@@ -20,15 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from paceline.errors import ConfigError, needing
 from paceline.report.statistics import Spread
 from paceline.report.tables import Table, block, printable
 from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -62,6 +60,9 @@ def render(template: str, **values: Any) -> str:
 
 @functools.cache
 def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=lambda name: name is not None and name.endswith((".html.j2", ".svg.j2")),

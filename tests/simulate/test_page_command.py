@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,15 @@ def test_it_writes_one_file(tmp_path: Path) -> None:
     assert out.read_text(encoding="utf-8") == page()
     assert line["page"] == str(out) and line["num_bytes"] == out.stat().st_size
     assert line["models"] == list(catalogue.all_shapes()) and line["machines"] == list(catalogue.machines())
+
+
+def test_neither_help_nor_the_page_needs_jinja(tmp_path: Path) -> None:
+    """The page takes a style sheet from report/pages.py, whose templates need it."""
+    for words in (["--help"], ["calculator", "--help"], ["calculator", "--out", str(tmp_path / "calculator.html")]):
+        run = f"from paceline.cli import app; app({words}, standalone_mode=False)"
+        code = f"import sys; {run}; print('jinja2' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False", words
 
 
 @pytest.mark.slow
