@@ -10,10 +10,11 @@ drafter receives those of its own layers.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter, PredictionDrafter
@@ -85,6 +86,18 @@ class Member:
         return self.is_open and not self.drafter.is_released
 
 
+class Residency(Protocol):
+    """The members of `engine.residency.Residency` that a pool and its metrics use; that class documents them."""
+
+    loads: Counter[str]
+    releases: Counter[str]
+    misses: Counter[str]
+
+    def turn(self, pool: Pool) -> None: ...
+
+    def started(self, pool: Pool, name: str, drafter: str) -> None: ...
+
+
 class Pool:
     """The drafters of an engine, by name. Each sequence has one of them, which drafts for it until it ends."""
 
@@ -98,8 +111,8 @@ class Pool:
         """`drafters`: drafters by name, or one under its own name. The first is the default. `lookups` (prompt lookup)
         drafts in addition to drafters that run a network, `predictions` in addition to any drafter but "none"."""
         self.target, self.lookups, self.predictions = target, lookups, predictions
-        self.residency: Any = None
-        """`engine.residency.Residency`, if it limits how many drafters are in memory."""
+        self.residency: Residency | None = None
+        """If set, limits how many drafters are in memory."""
         self.members: dict[str, Member] = {}
         """Pool entries by name, in the given order. "none" is in it only if it was given."""
         self._plain = Member(NONE, NoDrafter())

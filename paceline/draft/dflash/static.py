@@ -7,19 +7,48 @@ positions at the end of each row of the drafter's cache.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.draft.dflash.config import DFlashConfig
+from paceline.model.kv_cache import StaticKVCache
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope
 from paceline.model.torch.cuda_graphs import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.torch.kernels.attend import Sight
 from paceline.model.torch.recorded_pass import StaticPlan, StaticWriter
 
 Kind = tuple[int | None, bool]
 """Type of a draft layer: (sliding window or None, True if causal)."""
-TorchPath = Any
-"""The class `paths.TorchPath`, whose module imports this one; circles of imports are not allowed for types either."""
+
+
+class DecodePath(Protocol):
+    """The members of a decode path that these passes use. `paths.TorchPath`, whose module imports this one, documents
+    them."""
+
+    config: DFlashConfig
+    dtype: torch.dtype
+    device: torch.device
+    rope: Rope
+    cache: StaticKVCache
+    kinds: list[Kind]
+
+    def embed_block(self, tokens_T: Tensor) -> Tensor: ...
+
+    def run_layers(
+        self,
+        hidden_TD: Tensor,
+        size: int,
+        plans: Mapping[Kind, AttentionPlan],
+        writer: CacheWriter,
+        tables: tuple[Tensor, Tensor],
+    ) -> Tensor: ...
+
+    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]: ...
+
+    def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> None: ...
 
 
 class StaticBlock(Region):
@@ -27,7 +56,7 @@ class StaticBlock(Region):
 
     kind = "block"
 
-    def __init__(self, path: TorchPath, num_rows: int, outputs: list[Tensor]) -> None:
+    def __init__(self, path: DecodePath, num_rows: int, outputs: list[Tensor]) -> None:
         """`outputs`: result buffers of at least B rows; passes for other numbers of rows may share them."""
         self._path, self._num_rows = path, num_rows
         self._size, device = path.config.block_size, path.device
@@ -76,7 +105,7 @@ class StaticInject(Region):
 
     kind = "inject"
 
-    def __init__(self, path: TorchPath, num_rows: int, count: int) -> None:
+    def __init__(self, path: DecodePath, num_rows: int, count: int) -> None:
         self._path, self._num_rows, self._count = path, num_rows, count
         device = path.device
         num_features = len(path.config.target_layer_ids) * path.config.target_hidden_size
@@ -108,7 +137,7 @@ class StaticInject(Region):
         self._inputs_2B.copy_(torch.tensor(inputs))
 
 
-def write_behind(path: TorchPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
+def write_behind(path: DecodePath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
     """Write keys and values of up to J new positions of each of B rows into the path's cache, after the rows' contexts.
     `writer`: cache writer for B rows of J positions. `starts_B`: context lengths. `counts_B`: new positions of each
     row. `taps_TF` [B * J, F]: the target's hidden states, F = tapped layers * hidden size."""
@@ -120,7 +149,7 @@ class StaticForms:
     """The drafting passes of one decode path, captured as CUDA graphs for several numbers of rows. There are two types:
     one drafts blocks, the other writes keys and values of verified positions to the drafter's cache (injects them)."""
 
-    def __init__(self, path: TorchPath, recorder: Recorder) -> None:
+    def __init__(self, path: DecodePath, recorder: Recorder) -> None:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
         self._path, self._recorder = path, recorder
 

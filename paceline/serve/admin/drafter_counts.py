@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from paceline.draft.pool import memory_alone, memory_of
+from paceline.draft.pool import Pool, memory_alone, memory_of
 from paceline.lossy import LOSSY
 from paceline.plan.clusters import OTHER, label
 from paceline.types import CANDIDATE, RoundStats, Sequence
@@ -105,7 +105,7 @@ class DrafterCounts:
         yield _family(GaugeMetricFamily, model, "gain", doc, ("cluster",), gains)
 
 
-def _memory(model: str, pool: Any) -> Iterator[Metric]:
+def _memory(model: str, pool: Pool) -> Iterator[Metric]:
     """Yield the memory of each drafter and of all, and the counts of `engine/residency.py`."""
     each = {one.name: memory_alone(one.drafter, pool.target) for one in list(pool.members.values())}
     values = {(name, part): getattr(one, f"{part}_bytes") for name, one in each.items() for part in PARTS}
