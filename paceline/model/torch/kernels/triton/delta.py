@@ -189,11 +189,11 @@ def recur(
     old_change_at = (pending * NUM_HEADS + head)[:, None] * VALUE + value
     old_RV = tl.load(changes_ptr + old_change_at, mask=is_held[:, None] & is_value, other=0.0)
     known_JV = tl.zeros([BLOCK_J, BLOCK_V], tl.float32)
-    found_JV = tl.zeros([BLOCK_J, BLOCK_V], tl.float32)
+    output_JV = tl.zeros([BLOCK_J, BLOCK_V], tl.float32)
     known_JR = tl.zeros([BLOCK_J, BLOCK_R], tl.float32)
-    found_JR = tl.zeros([BLOCK_J, BLOCK_R], tl.float32)
+    score_JR = tl.zeros([BLOCK_J, BLOCK_R], tl.float32)
     known_JJ = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
-    found_JJ = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
+    score_JJ = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
     for begin in range(0, KEY, BLOCK_K):  # unrolled at once, ptxas would spill registers
         key = begin + tl.arange(0, BLOCK_K)
         is_key = key < KEY
@@ -206,15 +206,15 @@ def recur(
         old_key_at = (pending * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
         old_RK = tl.load(keys_ptr + old_key_at, mask=is_held[:, None] & is_key, other=0.0)
         known_JV += tl.dot(key_JK, state_KV, input_precision="tf32x3")
-        found_JV += tl.dot(query_JK, state_KV, input_precision="tf32x3")
+        output_JV += tl.dot(query_JK, state_KV, input_precision="tf32x3")
         known_JR += tl.dot(key_JK, tl.trans(old_RK), input_precision="tf32x3")
-        found_JR += tl.dot(query_JK, tl.trans(old_RK), input_precision="tf32x3")
+        score_JR += tl.dot(query_JK, tl.trans(old_RK), input_precision="tf32x3")
         known_JJ += tl.dot(key_JK, tl.trans(key_JK), input_precision="tf32x3")
-        found_JJ += tl.dot(query_JK, tl.trans(key_JK), input_precision="tf32x3")
+        score_JJ += tl.dot(query_JK, tl.trans(key_JK), input_precision="tf32x3")
     fade_J1 = tl.exp(sums)[:, None]
     fade_JR = tl.where(is_held[None, :], tl.exp(sums[:, None] - old_sums), 0.0)
     known_JV = known_JV * fade_J1 + tl.dot(known_JR * fade_JR, old_RV, input_precision="tf32x3")
-    found_JV = found_JV * fade_J1 + tl.dot(found_JR * fade_JR, old_RV, input_precision="tf32x3")
+    output_JV = output_JV * fade_J1 + tl.dot(score_JR * fade_JR, old_RV, input_precision="tf32x3")
 
     fade_JJ = tl.where(is_seen, tl.exp(tl.where(is_seen, sums[:, None] - sums, 0.0)), 0.0)
     system_JJ = known_JJ * fade_JJ * beta[:, None]
@@ -226,23 +226,23 @@ def recur(
         factors = tl.sum(tl.where((slot == solved)[:, None], system_JJ, 0.0), 0)
         correction = tl.sum(factors[:, None] * change_JV, 0)
         change_JV = tl.where((slot == solved)[:, None], change_JV - correction, change_JV)
-    found_JV += tl.dot(found_JJ * fade_JJ, change_JV, input_precision="tf32x3")
+    output_JV += tl.dot(score_JJ * fade_JJ, change_JV, input_precision="tf32x3")
 
-    found_JV = tl.where(is_live[:, None], found_JV, 0.0)
-    tl.store(out_ptr + value_at, found_JV.to(out_ptr.dtype.element_ty), mask=(slot < COUNT)[:, None] & is_value)
+    output_JV = tl.where(is_live[:, None], output_JV, 0.0)
+    tl.store(out_ptr + value_at, output_JV.to(out_ptr.dtype.element_ty), mask=(slot < COUNT)[:, None] & is_value)
     tl.store(changes_ptr + (own_trail * NUM_HEADS + head)[:, None] * VALUE + value, change_JV, mask=mask_JV)
     tl.store(decays_ptr + own_trail * NUM_HEADS + head, decay, mask=is_live & (tl.program_id(0) == 0))
 
 
 @triton.jit(do_not_specialize=["num_columns"])
 def gated_norm(
-    found_ptr, fused_ptr, weight_ptr, out_ptr, num_columns, first, eps,
+    input_ptr, fused_ptr, weight_ptr, out_ptr, num_columns, first, eps,
     NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = norm(found) * weight * silu(gate) for one token and head in each program; norm is an RMSNorm over
+    """Compute out = norm(input) * weight * silu(gate) for one token and head in each program; norm is an RMSNorm over
     the head's VALUE channels.
 
-    found: the output `out` of the kernel `recur`; found and out [T, NUM_HEADS, VALUE]. fused [T, num_columns]: gates
+    input: the output `out` of the kernel `recur`; input and out [T, NUM_HEADS, VALUE]. fused [T, num_columns]: gates
     from column `first` on. weight [VALUE], eps: of the norm. BLOCK: VALUE rounded up to a power of two.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -250,7 +250,7 @@ def gated_norm(
     mask = at < VALUE
     own = (token * NUM_HEADS + head) * VALUE + at
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    output = tl.load(found_ptr + own, mask=mask, other=0.0).to(tl.float32)
+    output = tl.load(input_ptr + own, mask=mask, other=0.0).to(tl.float32)
     normed = (output * tl.rsqrt(tl.sum(output * output, 0) / VALUE + eps)).to(dtype).to(tl.float32)
     gate = tl.load(fused_ptr + token * num_columns + first + head * VALUE + at, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
