@@ -56,8 +56,8 @@ SECTIONS: dict[str, dict[str, Entry]] = {
     "Predict and measure": {
         "advise": Entry("advise", "Decide whether a drafter of your own is worth it."),
         "simulate": Entry("simulate", "Predict the speed-up of speculation before training."),
-        "simulate-serving": Entry("simulate", "Predict a server's latency and throughput under load."),
-        "calculator": Entry("simulate", "Write the predictions as one interactive HTML page."),
+        "simulate-serving": Entry("simulate_serving", "Predict a server's latency and throughput under load."),
+        "calculator": Entry("calculator", "Write the predictions as one interactive HTML page."),
         "bench": _group(
             "bench",
             "Measure speed and acceptance in the real engine.",
