@@ -195,7 +195,8 @@ def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path 
         run.write_json("speedup.json", line)
         svg, png, line["run"] = svg or run.path / "speedup.svg", png or run.path / "speedup.png", run.path
     draw(chart, svg, png)
-    say(chart.text)
+    for sentence in (chart.text, *(f"warning: {warning}" for warning in chart.warnings)):
+        say(sentence)
     say("drawn: " + ", ".join(str(file) for file in (svg, png) if file))
     return {**line, "svg": svg, "png": png}
 

@@ -92,6 +92,8 @@ def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     lengths to predict. An overhead (seconds added to every round) is computed at the context length of `loads[0]` and
     used for all loads. Raises PacelineError for an unknown or invalid model, machine, option or file."""
     setup = _source(config, loads)
+    if setup.shape and setup.deployment:
+        setup.warnings += limits.load_warnings(setup.shape, setup.deployment, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
         setup.overhead, setup.bare = overhead, setup.costs
@@ -263,8 +265,6 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     bare = [predict(setup.bare, acceptance, load) for load in loads] if setup.bare else []
     setup.limits += limits.acceptance_limits(acceptance, loads[0])
     setup.assumed = assumed(config.context, ", ".join(map(str, config.batch)), acceptance_text)
-    if setup.shape and setup.deployment:
-        setup.warnings += limits.load_warnings(setup.shape, setup.deployment, loads)
     flags = server_flags(_serving(costs, config, setup, predictions[0]))
     trees = _trees(costs, config, setup, marginals, loads, predictions) if marginals else []
     return Answer(

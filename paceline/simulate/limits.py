@@ -95,19 +95,20 @@ def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Loa
 
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:
-    """Returns a warning if weights and caches (`need`) do not fit into memory, else None. The warning recommends the
-    smallest number of GPUs with enough memory. If `shape` is given, the recommended number also divides the attention
-    heads evenly, unless no number does both."""
+    """Returns a warning if weights and caches (`need`) do not fit into memory, else None. If the machine has a link to
+    others, the warning recommends the smallest number of GPUs with enough memory. If `shape` is given, this number also
+    divides the attention heads evenly, unless no number does both."""
     if need.fits:
         return None
     weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes
     fewest = -(-int(weights + cache) // int(memory / deployment.num_gpus))
     fewest = next((each for each in (shares_evenly(shape) if shape else []) if each >= fewest), fewest)
     sizes = {"weights": weights / 1e9, "cache": cache / 1e9, "needed": (weights + cache) / 1e9, "memory": memory / 1e9}
-    return TEXTS["memory"].format(**sizes, load=load, deployment=deployment, fewest=fewest)
+    gpus = f"--gpus {fewest} or more, " if deployment.machine.link_bytes_per_s else ""
+    return TEXTS["memory"].format(**sizes, load=load, deployment=deployment, gpus=gpus)
 
 
 def context_warning(shape: ModelShape, load: Load) -> str | None:
     if not shape.max_context or load.context <= shape.max_context:
         return None
-    return f"--context {load.context} is longer than the {shape.max_context} tokens that {shape.name} was made for"
+    return f"a context of {load.context} is longer than the {shape.max_context} tokens that {shape.name} was made for"

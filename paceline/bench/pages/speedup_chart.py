@@ -62,6 +62,8 @@ class Chart:
     points: list[Point]
     slopes: dict[str, float] = field(default_factory=dict)
     """Name of a series -> its slope through (1, 1), for series with a point above one token per round."""
+    warnings: list[str] = field(default_factory=list)
+    """Sentences that warn of a load that does not fit or cannot be predicted well."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,7 +94,9 @@ def made(costs: CostsConfig, config: ChartConfig) -> Chart:
         "drafters": [(point.tokens_per_round, point.speedup) for point in points if not point.is_mocked],
     }
     slopes = {name: value for name, pairs in series.items() if (value := slope(pairs)) is not None}
-    return Chart(f"{setup.title}, batch {batch}, {context} tokens of context", kind, curve, points, slopes)
+    return Chart(
+        f"{setup.title}, batch {batch}, {context} tokens of context", kind, curve, points, slopes, setup.warnings
+    )
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -1,0 +1,46 @@
+"""Every command that predicts warns of a load that does not fit, with a remedy that can be followed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from paceline.cli import app
+
+LARGE = ["--model", "DeepSeek-V3", "--hardware", "H100"]
+WARNING = (
+    "does not fit: 671.0 GB of weights and 2.3 GB of cache for 8 x 4096 tokens are 673.3 GB, 1 x H100 have 80 GB: use "
+    "--gpus 16 or more, a smaller batch or context, or another --precision"
+)
+
+
+def line(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_all_predictions_of_a_load_warn_of_it(tmp_path: Path) -> None:
+    requests = ["--prompt-tokens", "4000", "--answer-tokens", "192", "--requests", "2", "--rate", "1"]
+    chart = ["--batch", "8", "--context", "4096", "--svg", str(tmp_path / "chart.svg")]
+    assert WARNING in line("simulate", *LARGE, "--batch", "8")["warnings"]
+    assert WARNING in line("simulate-serving", *LARGE, *requests)["warnings"]
+    assert WARNING in line("compare", "--simulate", *LARGE, *chart)["warnings"]
+    assert WARNING in line("advise", *LARGE, "--streams", "8", "--run", "none")["basis"]
+    fitting = [*LARGE, "--gpus", "16", "--batch", "8"]
+    assert line("simulate", *fitting)["warnings"] == []
+
+
+def test_the_remedy_names_gpus_only_where_they_can_be_joined() -> None:
+    words = ["simulate", "--model", "Llama-3.3-70B", "--hardware"]
+    assert "use --gpus 2 or more, a smaller batch" in line(*words, "H100")["warnings"][0]
+    assert "have 16 GB: use a smaller batch or context" in line(*words, "laptop CPU")["warnings"][0]
+
+
+def test_a_context_beyond_the_models() -> None:
+    expected = "a context of 100000 is longer than the 40960 tokens that Qwen3-8B was made for"
+    assert line("simulate", "--model", "Qwen3-8B", "--hardware", "H100", "--context", "100000")["warnings"] == [
+        expected
+    ]
