@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from paceline.bounds import Checked, Count, Positive, Rate, Share, Whole, check, within
+from paceline.bounds import Checked, Count, Rate, Share, Whole, check, within
 from paceline.errors import ConfigError, refuse
 from paceline.simulate.assumed import CONTEXT
 
@@ -60,9 +60,9 @@ class CostsConfig:
     """Measured step times (steps.json of bench steps, or its run folder), used instead of the roofline."""
     calibration: Path | None = None
     """A calibration.json: the roofline fitted to measured step times of a machine."""
-    overhead_ms: Annotated[float, within("0 or more milliseconds", least=0)] | None = None
+    overhead_ms: Annotated[float, within("between 0 and 3.6e6 milliseconds", least=0, most=3.6e6)] | None = None
     """Milliseconds of every round in addition to these costs: launches, scheduling, the host."""
-    plain_rate: Rate | None = None
+    plain_rate: Annotated[float, within("at least 0.001 tokens/s", least=1e-3)] | None = None
     """Measured tokens/s of plain decoding with one stream; the overhead of every round is derived from it."""
     server_log: Path | None = None
     """A log of vLLM or SGLang under a steady load, or the text of its /metrics; the overhead is fitted to its
@@ -192,7 +192,7 @@ class PriceConfig:
     """Settings for the price of answers: the machine's price, required response times, and requests to simulate. Raises
     ConfigError on invalid values."""
 
-    price_per_hour: Positive | None = None
+    price_per_hour: Rate | None = None
     """Price per hour of the machine with all its GPUs; prints requests/s and the price of 1,000 answers."""
     slo: str | None = None
     """Required response times, such as p90-total=2s or p99-first-token=500ms,p50-inter-token=20ms."""
@@ -236,9 +236,9 @@ class AdviceConfig:
     """Mean tokens of an answer [default: as in the traces, else 256]."""
     train_on: str | None = None
     """Machine for training, such as 8x H100 [default: that of --hardware]."""
-    price_per_hour: Positive | None = None
+    price_per_hour: Rate | None = None
     """Price per hour of the serving machine with all its GPUs."""
-    train_price_per_hour: Positive | None = None
+    train_price_per_hour: Rate | None = None
     """Price per hour of the training machine [default: that of the serving machine, scaled by the number of GPUs]."""
     busy_hours: Rate = 24.0
     """Hours per day at this load."""

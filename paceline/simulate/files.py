@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ def with_name(text: str) -> tuple[str, str]:
 
 def is_amount(value: Any) -> bool:
     """True for a finite number of 0 or more."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def check_amounts(record: Any) -> None:

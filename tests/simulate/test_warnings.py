@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.errors import ConfigError
 
 LARGE = ["--model", "DeepSeek-V3", "--hardware", "H100"]
 WARNING = (
@@ -44,3 +46,25 @@ def test_a_context_beyond_the_models() -> None:
     assert line("simulate", "--model", "Qwen3-8B", "--hardware", "H100", "--context", "100000")["warnings"] == [
         expected
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["--price-per-hour", "inf"], "--price-per-hour must be above 0, not inf"),
+        (["--acceptance", "histogram:1e308,1e308"], "the histogram needs counts"),
+        (["--plain-rate", "1e-320"], "--plain-rate must be"),
+        (["--overhead-ms", "1e308"], "--overhead-ms must be"),
+        (["--precision", ","], "--precision ',' names no format"),
+    ],
+)
+def test_values_without_a_meaning_are_refused(words: list[str], remedy: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", "--model", "Qwen3-8B", "--hardware", "H100", *words])
+    assert remedy in f"{result.exception}{result.output}"
+
+
+def test_a_table_with_an_integer_beyond_all_floats_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps({"verify": [[1, 1, 10**400]]}))
+    result = CliRunner().invoke(app, ["simulate", "--table", str(file)])
+    assert isinstance(result.exception, ConfigError) and "with numbers above 0" in str(result.exception)

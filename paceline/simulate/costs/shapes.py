@@ -89,6 +89,8 @@ def with_precisions(known: Precisions, text: str | None) -> Precisions:
             raise ConfigError(
                 f"--precision {part.strip()!r} is no part: choose from {', '.join(PARTS)}, as in weights=fp8,kv=fp8"
             )
+    if text and not changed:
+        raise ConfigError(f"--precision {text!r} names no format: write fp8, or weights=fp8,kv=fp8")
     return replace(known, **changed)
 
 
