@@ -22,7 +22,7 @@ def read_json(
     if not file.exists():
         raise missing(f"there is no {file}: {remedy}")
     unreadable = reraised(missing, f"cannot read {file}", "check its permissions", OSError)
-    with unreadable, reraised(damaged, f"{file} is not JSON", remedy, ValueError):
+    with unreadable, reraised(damaged, f"{file} is not JSON", remedy, ValueError, RecursionError):
         return json.loads(file.read_text(encoding="utf-8"))
 
 

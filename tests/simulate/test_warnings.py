@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, UnsupportedModelError
 
 LARGE = ["--model", "DeepSeek-V3", "--hardware", "H100"]
 WARNING = (
@@ -68,3 +68,18 @@ def test_a_table_with_an_integer_beyond_all_floats_is_refused(tmp_path: Path) ->
     file.write_text(json.dumps({"verify": [[1, 1, 10**400]]}))
     result = CliRunner().invoke(app, ["simulate", "--table", str(file)])
     assert isinstance(result.exception, ConfigError) and "with numbers above 0" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ('{"num_hidden_layers": 10000000, "hidden_size": 64}', "num_hidden_layers is 10000000, which is no size"),
+        ('{"num_hidden_layers": 4, "hidden_size": 1' + 400 * "0" + "}", "hidden_size is 1000"),
+        (100_000 * '{"a":' + "1" + 100_000 * "}", "is not JSON"),
+    ],
+)
+def test_a_config_of_impossible_sizes_is_refused_at_once(tmp_path: Path, text: str, remedy: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["simulate", "--model", str(file), "--hardware", "H100"])
+    assert isinstance(result.exception, UnsupportedModelError) and remedy in str(result.exception)

@@ -16,9 +16,13 @@ from typing import Any
 
 from paceline.errors import UnsupportedModelError
 from paceline.simulate.costs.shapes import Attention, Experts, ModelShape, Precisions
+from paceline.simulate.files import is_amount
 
 KEYS: dict[str, Any] = json.loads((Path(__file__).parent / "config_keys.json").read_text(encoding="utf-8"))
 """Tables of key, family and layer-type names in config.json files; the page reads them too."""
+
+MOST, MOST_LAYERS = 10**9, 10_000
+"""Largest size in a config.json, and largest number of layers, which are read one by one."""
 
 
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
@@ -82,9 +86,12 @@ class ConfigReader:
                     f"{self.family}: the config has no {name}, which a prediction needs: give a complete config.json"
                 )
             return default
-        is_whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
-        if not is_whole or value < (1 if default is None else 0):
-            raise UnsupportedModelError(f"{self.family}: {name} is {value!r}, which is no size: check the config.json")
+        most = MOST_LAYERS if name == "num_hidden_layers" else MOST
+        is_size = is_amount(value) and float(value).is_integer() and (default is not None or value > 0)
+        if not is_size or value > most:
+            raise UnsupportedModelError(
+                f"{self.family}: {name} is {value!r:.40}, which is no size: check the config.json"
+            )
         return int(value)
 
     def flag(self, name: str, default: bool) -> bool:
