@@ -16,6 +16,7 @@ If a bench run has several settings, the one with the most accepted drafts count
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import os
 from collections.abc import Iterable, Sequence
@@ -121,7 +122,7 @@ def from_histogram(counts: Sequence[float]) -> Acceptance:
     """Builds the acceptance from `counts[n]`, the number of rounds with exactly n accepted drafts. All rounds are
     assumed to have had the same number of drafts; if some had fewer, the chances of late drafts are slightly too low.
     Raises ConfigError without rounds or without drafts."""
-    if not all(map(is_amount, [*counts, sum(counts)])) or len(counts) < 2 or sum(counts) == 0:
+    if not all(map(is_amount, counts)) or len(counts) < 2 or not 0 < sum(counts) < math.inf:
         raise ConfigError(
             "the histogram needs counts of rounds with 0, 1, 2, ... accepted drafts, at least two of them"
         )

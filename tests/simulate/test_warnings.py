@@ -63,6 +63,13 @@ def test_values_without_a_meaning_are_refused(words: list[str], remedy: str) -> 
     assert remedy in f"{result.exception}{result.output}"
 
 
+def test_a_histogram_of_words_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"results": [{"drafter": "default", "accepted_histogram": [3, "many"]}]}))
+    result = CliRunner().invoke(app, ["simulate", "--toy", "--acceptance", str(file)])
+    assert isinstance(result.exception, ConfigError) and "the histogram needs counts" in str(result.exception)
+
+
 def test_a_table_with_an_integer_beyond_all_floats_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     file.write_text(json.dumps({"verify": [[1, 1, 10**400]]}))
