@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +18,17 @@ import numpy as np
 
 from paceline.engine.llm import LLM
 from paceline.loop.distill.config import GateConfig
+from paceline.loop.distill.corpus import few_a_prompt
 from paceline.loop.distill.reading import AnswerLogprobs
 from paceline.report.statistics import Interval, bootstrap, ratio_of_sums
 from paceline.report.tables import Progress
-from paceline.train.documents.dataset import Document, prompt_of
+from paceline.train.documents.dataset import Document
 from paceline.types import SamplingParams
 
 MORE_TOKENS = 32
 """Number of tokens by which the student's answer may be longer than the teacher's."""
 AT_ONCE = 8
 """Number of held-out prompts that the student answers concurrently."""
-A_PROMPT = 4
-"""Number of answers of one held-out prompt that are read at most: frequent prompts have hundreds."""
 MOSTLY = 0.9
 """Fields are compared only if at least this share of the teacher's answers are JSON objects."""
 
@@ -66,16 +65,6 @@ Judge = Callable[[GateInputs], Finding]
 """A gate: decides whether the finished student is accepted."""
 
 
-def few_a_prompt(documents: Iterable[Document], most: int = A_PROMPT) -> list[Document]:
-    """Returns the first `most` documents (prompt and answer) of each prompt, in the order of `documents`."""
-    counts, kept = Counter[str](), list[Document]()
-    for document in documents:
-        counts[prompt_of(document.key)] += 1
-        if counts[prompt_of(document.key)] <= most:
-            kept.append(document)
-    return kept
-
-
 def mean_loss(logprobs: Sequence[AnswerLogprobs]) -> float:
     """Returns the mean negative log-likelihood of the answers' tokens, in nats per token."""
     return -float(np.concatenate([each.own_N for each in logprobs]).mean())
@@ -90,7 +79,7 @@ def agreement(config: GateConfig, inputs: GateInputs) -> Finding:
     """
     counts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # [equal, all] positions of each prompt
     for document, student, teacher in zip(inputs.documents, inputs.student, inputs.teacher, strict=True):
-        own = counts[prompt_of(document.key)]
+        own = counts[document.prompt]
         own[0] += float((student.ids_NK[:, 0] == teacher.ids_NK[:, 0]).sum())
         own[1] += len(student.ids_NK)
     pairs = list(map(tuple, counts.values()))

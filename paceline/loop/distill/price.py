@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError, PromptError, needing
+from paceline.errors import ConfigError, needing
 from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
-from paceline.loop.distill.gate import few_a_prompt
+from paceline.loop.distill.corpus import corpus_of
 from paceline.loop.distill.reading import Reader
 from paceline.loop.distill.start import check_layers, check_same_words, kept_layers, num_weights
 from paceline.model import checkpoint
 from paceline.model.gguf.to_folder import config_json_of
-from paceline.train.documents.dataset import Corpus, Document, read_corpus
+from paceline.train.documents.dataset import Corpus, Document
 
 TIMED, READ = 2, 4
 BYTES_A_WEIGHT, BYTES_FROZEN = 16, 4
@@ -48,8 +48,8 @@ class Price:
 def price(config: DistillConfig) -> Price:
     """Estimates time and memory of a distillation by timing a few training steps on its answers.
 
-    Raises ConfigError if there are no answers or the student does not fit the teacher, PromptError if there are fewer
-    than 10 different prompts.
+    Raises ConfigError if no answers are given or the student does not fit the teacher, PromptError if the answers do
+    not suffice (see `corpus_of`).
     """
     if not config.answers:
         raise ConfigError(
@@ -58,11 +58,9 @@ def price(config: DistillConfig) -> Price:
     with needing(ConfigError, "distill trains with Transformers and TRL: pip install 'paceline[distill]'"):
         import transformers
     del transformers
-    teaching, teacher = config.teaching, resolve(config.teacher.model)
-    corpus = read_corpus(config.answers, teaching.max_len, teaching.heldout_share, teaching.max_heldout, 8)
-    if not corpus.heldout:
-        raise PromptError("fewer than 10 different prompts: a student needs more answers, and some that it never sees")
+    teacher = resolve(config.teacher.model)
     check_layers(config.student, teacher)
+    corpus = corpus_of(config, config.answers)
     shape = checkpoint.load_config(teacher)
     if config.student.student:
         source = resolve(config.student.student)
@@ -100,7 +98,8 @@ def _step_seconds(config: DistillConfig, raw: dict[str, Any], documents: Sequenc
 
 def _read_seconds(config: DistillConfig, teacher: Path, documents: Sequence[Document]) -> float:
     """Seconds for the teacher to read one answer, without the prefix that answers share."""
-    settings = replace(config.teacher, model=str(teacher), drafter="none", max_len=config.teaching.max_len, max_batch=1)
+    longest = max(map(len, documents))
+    settings = replace(config.teacher, model=str(teacher), drafter="none", max_len=longest, max_batch=1)
     reader = Reader(LLM.of(settings), config.teaching.top_k)
     reader.read(documents[0])
     began = time.perf_counter()
@@ -116,7 +115,7 @@ def _estimate(
     step_s: float,
     read_s: float,
 ) -> Price:
-    teaching, documents, num_heldout = config.teaching, corpus.train, len(few_a_prompt(corpus.heldout))
+    teaching, documents, num_heldout = config.teaching, corpus.train, len(corpus.heldout)
     steps = teaching.num_steps(len(documents))
     if teaching.method == "gkd":
         step_s *= 1 + sum(weights[0]) / sum(weights[1]) / 3  # plus the teacher's pass, a third of forward and backward

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.engine.llm import LLM
-from paceline.errors import CacheError, ConfigError, PromptError, reraised
+from paceline.errors import CacheError, ConfigError, reraised
 from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
-from paceline.loop.distill.gate import Finding, GateInputs, Judge, agreement, answers, few_a_prompt
+from paceline.loop.distill.corpus import corpus_of
+from paceline.loop.distill.gate import Finding, GateInputs, Judge, agreement, answers
 from paceline.loop.distill.reading import Reader, Stored, read_all
 from paceline.loop.distill.start import influences, num_weights, write_start
 from paceline.model import checkpoint
 from paceline.model.gguf.container import is_gguf
 from paceline.model.gguf.to_folder import LAST_FILE, write_folder, write_model
 from paceline.model.gguf.writer import write_gguf
-from paceline.model.text.tokenizer import Tokenizer
 from paceline.report.tables import SILENT, Column, Progress, Table
 from paceline.runs.folder import RunFolder, plain, sync
 from paceline.runs.lock import only_run
@@ -37,7 +37,7 @@ from paceline.runs.stopping import Stop, stopped_by_signal
 from paceline.train.answers.on_ray import run as regenerate
 from paceline.train.answers.run_identity import opened_run
 from paceline.train.config import RegenerateConfig
-from paceline.train.documents.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
+from paceline.train.documents.dataset import Corpus, Document
 
 ACCEPTED, REFUSED, CANDIDATE = "student", "refused", "candidate"
 RESULT = "distilled.json"
@@ -137,17 +137,7 @@ class _Stages:
         return [*config.answers, out / "answers"]
 
     def _corpus(self, sources: list[Path]) -> Corpus:
-        teaching = self.config.teaching
-        check_answers(sources, Tokenizer.from_path(self.teacher).decode)
-        shape = checkpoint.load_config(self.teacher)
-        longest = min(teaching.max_len, shape.max_position)
-        corpus = read_corpus(sources, longest, teaching.heldout_share, teaching.max_heldout, 8)
-        corpus = replace(corpus, heldout=few_a_prompt(corpus.heldout))
-        check_vocabulary(corpus, shape.vocab_size)
-        if not corpus.heldout:
-            raise PromptError(
-                "fewer than 10 different prompts: a student needs more answers, and some that it never sees"
-            )
+        corpus = corpus_of(self.config, sources)
         num_tokens = sum(len(each) - each.answer_start for each in corpus.train)
         self.progress.say(
             f"{len(corpus.train)} answers to learn from ({num_tokens} tokens), {len(corpus.heldout)} held out; "

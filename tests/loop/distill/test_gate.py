@@ -8,7 +8,8 @@ from small_llm import EOS, Parrot, fake_llm
 
 from paceline.errors import ConfigError
 from paceline.loop.distill.config import GateConfig, TeachingConfig
-from paceline.loop.distill.gate import GateInputs, agreement, answers, few_a_prompt, json_object, same_fields
+from paceline.loop.distill.corpus import few_a_prompt
+from paceline.loop.distill.gate import GateInputs, agreement, answers, json_object, same_fields
 from paceline.loop.distill.reading import AnswerLogprobs
 from paceline.report.tables import Progress
 from paceline.train.documents.dataset import Document

@@ -1,0 +1,49 @@
+"""Reads the teacher's answers as training documents, and holds some of them out for the gates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.errors import PromptError
+from paceline.hub import resolve
+from paceline.loop.distill.config import DistillConfig
+from paceline.model import checkpoint
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.train.documents.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
+
+A_PROMPT = 4
+"""Number of answers of one held-out prompt that are read at most: frequent prompts have hundreds."""
+USUAL_HELDOUT = 8
+"""Number of prompts held out where `heldout_share` gives fewer, if there are twice as many."""
+
+
+def corpus_of(config: DistillConfig, sources: Sequence[Path]) -> Corpus:
+    """Reads the answers in `sources`, folders or files, for the distillation `config`. Documents are cut at
+    `max_len` and at the context lengths of teacher and student; at most 4 (A_PROMPT) answers of a prompt are held out.
+
+    Raises PromptError if there are fewer than 10 different prompts, or another model wrote the answers.
+    """
+    teaching, teacher = config.teaching, resolve(config.teacher.model)
+    check_answers(sources, Tokenizer.from_path(teacher).decode)
+    shape = checkpoint.load_config(teacher)
+    longest = min(teaching.max_len, shape.max_position)
+    if config.student.student:
+        longest = min(longest, checkpoint.load_config(resolve(config.student.student)).max_position)
+    corpus = read_corpus(sources, longest, teaching.heldout_share, teaching.max_heldout, USUAL_HELDOUT)
+    check_vocabulary(corpus, shape.vocab_size)
+    if not corpus.heldout:
+        raise PromptError("fewer than 10 different prompts: a student needs more answers, and some that it never sees")
+    return replace(corpus, heldout=few_a_prompt(corpus.heldout))
+
+
+def few_a_prompt(documents: Iterable[Document], most: int = A_PROMPT) -> list[Document]:
+    """Returns the first `most` documents (prompt and answer) of each prompt, in the order of `documents`."""
+    counts, kept = Counter[str](), list[Document]()
+    for document in documents:
+        counts[document.prompt] += 1
+        if counts[document.prompt] <= most:
+            kept.append(document)
+    return kept
