@@ -16,6 +16,9 @@ from paceline.errors import ConfigError, refuse
 from paceline.train.config import AnswerConfig, PromptsConfig
 
 DEFAULT_EPOCHS, MANY_EPOCHS = 3.0, 100.0
+LEAST_HELDOUT = 6
+"""Minimum number of held-out prompts: fewer may all agree by chance. At most half of the prompts are held out by
+default, so a distillation needs twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class TeachingConfig:
     """Longest prompt plus answer, in tokens; longer answers are truncated."""
     heldout_share: Share = 0.05
     """Share of the prompts held out of training to measure the student."""
-    max_heldout: Annotated[int, at_least(6)] = 64
+    max_heldout: Annotated[int, at_least(LEAST_HELDOUT)] = 64
     """Maximum number of held-out prompts; at least 6, as fewer may all agree by chance."""
     autocast: bool = True
     """Multiply in bfloat16; weights and optimiser state stay float32."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.errors import PromptError
 from paceline.hub import resolve
-from paceline.loop.distill.config import DistillConfig
+from paceline.loop.distill.config import LEAST_HELDOUT, DistillConfig
 from paceline.model import checkpoint
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.train.documents.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
@@ -24,7 +24,7 @@ def corpus_of(config: DistillConfig, sources: Sequence[Path]) -> Corpus:
     """Reads the answers in `sources`, folders or files, for the distillation `config`. Documents are cut at
     `max_len` and at the context lengths of teacher and student; at most 4 (A_PROMPT) answers of a prompt are held out.
 
-    Raises PromptError if there are fewer than 10 different prompts, or another model wrote the answers.
+    Raises PromptError if fewer than 6 (LEAST_HELDOUT) prompts are held out, or another model wrote the answers.
     """
     teaching, teacher = config.teaching, resolve(config.teacher.model)
     check_answers(sources, Tokenizer.from_path(teacher).decode)
@@ -34,8 +34,12 @@ def corpus_of(config: DistillConfig, sources: Sequence[Path]) -> Corpus:
         longest = min(longest, checkpoint.load_config(resolve(config.student.student)).max_position)
     corpus = read_corpus(sources, longest, teaching.heldout_share, teaching.max_heldout, USUAL_HELDOUT)
     check_vocabulary(corpus, shape.vocab_size)
-    if not corpus.heldout:
-        raise PromptError("fewer than 10 different prompts: a student needs more answers, and some that it never sees")
+    num_heldout = len({document.prompt for document in corpus.heldout})
+    if num_heldout < LEAST_HELDOUT:
+        raise PromptError(
+            f"{num_heldout} of {corpus.num_prompts + num_heldout} different prompts can be held out: the gates need "
+            f"{LEAST_HELDOUT}, so give answers to at least {2 * LEAST_HELDOUT}"
+        )
     return replace(corpus, heldout=few_a_prompt(corpus.heldout))
 
 

@@ -72,7 +72,7 @@ def distill(config: DistillConfig, *, judges: Sequence[Judge] = (), progress: Pr
     that fails a gate is in the folder `refused`; a student accepted earlier is unchanged. `judges`: further gates,
     applied after the built-in ones.
 
-    Raises ConfigError, PromptError (fewer than 10 different prompts), TrainingError (training diverged), CacheError
+    Raises ConfigError, PromptError (fewer than 12 different prompts), TrainingError (training diverged), CacheError
     (disk cannot be written or read), and ModelNotFoundError, ModelFileError, UnsupportedModelError or DownloadError if
     a model cannot be loaded.
     """
