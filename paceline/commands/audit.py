@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.commands.options import Changed, Only, Opt, options
-from paceline.commands.shared import Json, Limit, PromptSource, TerminalProgress, finish, starting
+from paceline.commands.shared import REFUSED, Json, Limit, PromptSource, TerminalProgress, finish, starting
 from paceline.config import EngineConfig, read_api_keys
 from paceline.loop.audit.config import AuditConfig
 
@@ -18,7 +18,7 @@ NAMES = Changed(
     dtype=Opt(default="float32", help="Number format of the local reference model."),
 )
 OPTIONS = Changed(temperatures=Opt("--temperature"), timeout_s=Opt("--timeout"))
-STATUS = {"honest": 0, "faulty": 1, "unsure": 2}
+STATUS = {"honest": 0, "faulty": 1, "unsure": REFUSED}
 
 
 @options
@@ -38,8 +38,8 @@ def audit(
     """Check that an endpoint runs the model it claims to run.
 
     Loads that model locally and compares the endpoint's answers with it: sampled and greedy texts, log-probabilities,
-    stop strings and token counts, and whether a seed makes answers repeatable. Exit status 0: no fault found, 1: a
-    fault, 2: undecided.
+    stop strings and token counts, and whether a seed makes answers repeatable. Exit status 0: no fault found; 1: a
+    fault; 3: undecided, as the server reports too little; 2: an error.
 
     Examples:
       paceline audit http://localhost:8000 --model smollm2-135m

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 REFUSED = 3
-"""Exit status of a command whose gate, a check of quality, rejected the result."""
+"""Exit status of a command that ran, but whose gate (a check of quality) rejected the result or could not decide."""
 
 
 def say(text: str) -> None:

@@ -20,7 +20,7 @@ from paceline.runs.folder import RunFolder
 WORDS = ["audit", "http://127.0.0.1:9", "--model", "org/tiny", "--json"]
 
 
-@pytest.mark.parametrize(("verdict", "status"), [("honest", 0), ("faulty", 1), ("unsure", 2)])
+@pytest.mark.parametrize(("verdict", "status"), [("honest", 0), ("faulty", 1), ("unsure", 3)])
 def test_the_exit_status_is_the_verdict(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verdict: Any, status: int
 ) -> None:
