@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.answers import AnswerShards
+from paceline.data.rows import Dropped
 from paceline.errors import PromptError
 from paceline.loop.search.config import SearchConfig
 from paceline.loop.search.rating import Rated, rate
@@ -118,7 +119,9 @@ class _Search:
         """Writes the answers to learn from, one folder for each source; returns these folders and the held-out
         documents, of which no prompt is in the folders."""
         number = self.config.num_prompts
-        everything = read_corpus(sources, 10**6, 0.0)
+        everything = read_corpus(sources, 10**6, 0.0, strict=self.config.prompting.strict)
+        if everything.dropped:
+            self.progress.say(str(everything.dropped))
         prompts = {document.prompt for document in everything.train}
         if len(prompts) < 2 * number:
             raise PromptError(
@@ -132,7 +135,8 @@ class _Search:
                 scratch = folder.with_name(f"{folder.name}.part")
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
-                AnswerShards(scratch).write([a for a in answers_of([source]) if prompt_of(a.key) not in chosen])
+                usable = answers_of([source], Dropped())
+                AnswerShards(scratch).write([each for each in usable if prompt_of(each.key) not in chosen])
                 scratch.rename(folder)
         first = {document.prompt: document for document in everything.train}
         return folders, [first[prompt] for prompt in sorted(chosen)]

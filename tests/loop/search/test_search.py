@@ -206,6 +206,25 @@ def test_the_exit_status_says_which_settings_are_kept(
     assert status == (None if is_better else 3)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_unusable_rows_are_left_out_unless_it_is_strict(tmp_path: Path, strict: bool) -> None:
+    """They were an error with and without --strict."""
+    answers = [Answer(f"{n}@0", "", 0, 0.0, [n, 7], [*range(n, n + 9)], "stop", "") for n in range(20)]
+    AnswerShards(tmp_path / "answers").write([*answers, replace(answers[0], key="-@0", answer_ids=[5, -1])])
+    lines = list[str]()
+    progress = Progress()
+    progress.say = lines.append
+    config = SearchConfig(tmp_path / "run", num_prompts=6, prompting=PromptsConfig(strict=strict))
+    search = search_run._Search(config, progress)
+    if strict:
+        with pytest.raises(PromptError, match="row 21: no key, or no token ids"):
+            search._split([tmp_path / "answers"])
+        return
+    folders, heldout = search._split([tmp_path / "answers"])
+    assert len(heldout) == 6 and len([*AnswerShards(folders[0])]) == 14
+    assert len(lines) == 1 and lines[0].startswith("1 rows left out") and "without token ids" in lines[0]
+
+
 @pytest.mark.slow
 def test_a_trial_without_a_source_computes_no_hidden_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_tiny_target(tmp_path / "target")
