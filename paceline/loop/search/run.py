@@ -1,6 +1,7 @@
 """The run of `paceline search`: trials of a training's settings, judged by served tokens/s. A killed run continues.
 
 answers   runs/x/regenerate/     the target answers the prompts, if prompts were given
+          runs/x/heldout/        one answer to each held-out prompt
           runs/x/learned/        the answers without held-out prompts, one folder for each source
 trials    runs/x/trials/N/       a `paceline train` run each (trials.py); runs/x/features/ hidden states for all of them
 judge     runs/x/drafter/        the winner, if held-out prompts that no trial was measured on are served faster with it
@@ -13,12 +14,12 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.data.answers import AnswerShards
+from paceline.data.answers import Answer, AnswerShards
 from paceline.data.rows import Dropped
 from paceline.errors import PromptError
 from paceline.loop.search.config import SearchConfig
@@ -117,29 +118,34 @@ class _Search:
 
     def _split(self, sources: Sequence[Path]) -> tuple[list[Path], list[Document]]:
         """Writes the answers to learn from, one folder for each source; returns these folders and the held-out
-        documents, of which no prompt is in the folders."""
-        number = self.config.num_prompts
-        everything = read_corpus(sources, 10**6, 0.0, strict=self.config.prompting.strict)
-        if everything.dropped:
-            self.progress.say(str(everything.dropped))
-        prompts = {document.prompt for document in everything.train}
-        if len(prompts) < 2 * number:
-            raise PromptError(
-                f"{len(prompts)} different prompts are too few to hold out {number}: give more prompts or answers, or "
-                "lower --num-prompts"
-            )
-        chosen = heldout_prompts(prompts, 1e-9, number, number)
+        documents, of which no prompt is in the folders. A resumed search reads what it wrote: the sources may be traces
+        of a running server, which have changed since."""
+        out = self.config.out / "heldout"
+        if not out.is_dir():
+            keys = self._held_out(sources)
+            _write(out, (each for each in answers_of(sources, Dropped()) if f"{each.key}/{each.turn}" in keys))
+        heldout = sorted(read_corpus([out], 10**6, 0.0).train, key=lambda document: document.prompt)
+        prompts = {document.prompt for document in heldout}
         folders = [self.config.out / "learned" / f"{place}" for place in range(len(sources))]
         for source, folder in zip(sources, folders, strict=True):
             if not folder.is_dir():
-                scratch = folder.with_name(f"{folder.name}.part")
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir(parents=True)
                 usable = answers_of([source], Dropped())
-                AnswerShards(scratch).write([each for each in usable if prompt_of(each.key) not in chosen])
-                scratch.rename(folder)
-        first = {document.prompt: document for document in everything.train}
-        return folders, [first[prompt] for prompt in sorted(chosen)]
+                _write(folder, (each for each in usable if prompt_of(each.key) not in prompts))
+        return folders, heldout
+
+    def _held_out(self, sources: Sequence[Path]) -> set[str]:
+        """Chooses the prompts to hold out; returns the key of one document of each."""
+        number, strict = self.config.num_prompts, self.config.prompting.strict
+        corpus = read_corpus(sources, 10**6, 0.0, strict=strict)
+        if corpus.dropped:
+            self.progress.say(str(corpus.dropped))
+        keys = {document.prompt: document.key for document in corpus.train}
+        if len(keys) < 2 * number:
+            raise PromptError(
+                f"{len(keys)} different prompts are too few to hold out {number}: give more prompts or answers, or "
+                "lower --num-prompts"
+            )
+        return {keys[prompt] for prompt in heldout_prompts(keys, 1e-9, number, number)}
 
     def _space(self, sources: list[Path]) -> Space:
         """Returns the space around the plan that `paceline train` makes for a trial's minutes. A resumed search has the
@@ -200,6 +206,15 @@ class _Search:
         if len(config.answers) not in kept:  # the last source: answers to the prompts
             prompting = replace(prompting, prompts=(), self_written=0)
         return replace(trial, answers=answers, prompting=prompting, heldout_share=TrainConfig().heldout_share)
+
+
+def _write(folder: Path, answers: Iterable[Answer]) -> None:
+    """Writes answers to a new folder, which is complete or absent."""
+    scratch = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    AnswerShards(scratch).write([*answers])
+    scratch.rename(folder)
 
 
 def _with_trial_minutes(config: SearchConfig) -> SearchConfig:

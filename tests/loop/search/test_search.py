@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -223,6 +224,26 @@ def test_unusable_rows_are_left_out_unless_it_is_strict(tmp_path: Path, strict: 
     folders, heldout = search._split([tmp_path / "answers"])
     assert len(heldout) == 6 and len([*AnswerShards(folders[0])]) == 14
     assert len(lines) == 1 and lines[0].startswith("1 rows left out") and "without token ids" in lines[0]
+
+
+def test_a_resumed_search_has_the_same_held_out_prompts_when_traces_have_changed(tmp_path: Path) -> None:
+    """They were chosen anew from the traces there are: other prompts, of which trials may have learned some."""
+
+    def traces(numbers: range) -> None:
+        shutil.rmtree(tmp_path / "traces", ignore_errors=True)
+        answers = (Answer(f"{n}@0", "", 0, 0.0, [n, 7], [*range(n, n + 9)], "stop", "") for n in numbers)
+        AnswerShards(tmp_path / "traces").write([*answers])
+
+    def split() -> tuple[list[str], set[str]]:
+        search = search_run._Search(SearchConfig(tmp_path / "run", num_prompts=6), Progress())
+        (folder,), heldout = search._split([tmp_path / "traces"])
+        return [document.prompt for document in heldout], {answer.key for answer in AnswerShards(folder)}
+
+    traces(range(20))
+    heldout, learned = split()
+    assert len(heldout) == 6 and learned == {f"{n}@0" for n in range(20)} - {f"{prompt}@0" for prompt in heldout}
+    traces(range(15, 60))
+    assert split() == (heldout, learned)
 
 
 @pytest.mark.slow
