@@ -5,7 +5,8 @@
     rule: Annotated[str, ("auto", "match", "block")] = "auto"           # or Literal["auto", ...]
     shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (0.5,)
 
-In a tuple every value is checked; None is always valid. A dataclass derived from `Checked` checks its fields itself.
+In a tuple every value is checked; None is valid where the annotation has it. A dataclass derived from `Checked` checks
+its fields itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from paceline.errors import ConfigError, PacelineError, SamplingError
@@ -54,11 +56,14 @@ Name = Annotated[str, Must("a name, not empty", lambda value: bool(value.strip()
 
 def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
     """Check every field of the dataclass object `settings` against the limits in its annotation. In a tuple each
-    element is checked; None is always valid. Raises an error of class `kind` for the first invalid value."""
-    for name, limits in _limits_of(type(settings)).items():
+    element is checked; None is valid where the annotation has it. Raises an error of class `kind` for the first invalid
+    value."""
+    for name, (limits, has_none) in _limits_of(type(settings)).items():
         field_value = getattr(settings, name)
         for value in field_value if isinstance(field_value, tuple) else (field_value,):
-            broken = next((limit for limit in limits if value is not None and not limit.holds(value)), None)
+            if value is None and has_none:
+                continue
+            broken = next((limit for limit in limits if value is None or not limit.holds(value)), None)
             if broken:
                 error = kind(f"{name} must be {broken.be}, not {value!r}")
                 if isinstance(error, SamplingError):
@@ -76,9 +81,14 @@ class Checked:
 
 
 @functools.cache
-def _limits_of(owner: type) -> dict[str, list[Must]]:
+def _limits_of(owner: type) -> dict[str, tuple[list[Must], bool]]:
+    """Returns, for each field with limits, these and whether None is valid."""
     hints = get_type_hints(owner, include_extras=True)
-    return {name: limits for name, hint in hints.items() if (limits := list(_limits(hint)))}
+    return {name: (limits, _has_none(hint)) for name, hint in hints.items() if (limits := list(_limits(hint)))}
+
+
+def _has_none(hint: Any) -> bool:
+    return hint is NoneType or any(map(_has_none, get_args(hint)))
 
 
 def _limits(hint: Any) -> Iterator[Must]:

@@ -47,6 +47,9 @@ class Oven:
         ({"guests": -1}, "guests must be 0 or more, not -1"),
         ({"width": 1}, "width must be at least 2, not 1"),
         ({"name": " "}, "name must be more than blanks, not ' '"),
+        ({"trays": None}, "trays must be at least 1, not None"),
+        ({"fuel": None}, "fuel must be one of gas, wood, not None"),
+        ({"minutes": (10.0, None)}, "minutes must be above 0, not None"),
     ],
 )
 def test_what_is_beyond_is_named(values: dict[str, Any], message: str) -> None:
