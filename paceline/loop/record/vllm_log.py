@@ -25,7 +25,8 @@ from paceline.errors import PromptError, reraised
 from paceline.loop.record.exchange import Exchange
 from paceline.model.text.tokenizer import Tokenizer
 
-TEXT = r"""(?:'(?:[^'\\]+|\\.)*'|"(?:[^"\\]+|\\.)*"|None)"""
+TEXT = r"""(?:'(?:[^'\\]++|\\.)*+'|"(?:[^"\\]++|\\.)*+"|None)"""
+"""Python's repr of a text. Possessive (++): a line that is cut within it would be tried in 2 ** length ways."""
 IDS = r"(?:[\[(][\d, ]*[\])]|None)"
 REQUEST = re.compile(
     rf"(?:Received request|Request) (?P<id>\S+?)(?: details)?: prompt: (?P<prompt>{TEXT}), "

@@ -156,6 +156,7 @@ def test_the_year_that_is_not_logged(imported: Importer, tmp_path: Path) -> None
             r"line 1 .*no request as vLLM logs it",
         ),
         (["Generated response a: output: 'b"], r"line 1 .*no request as vLLM logs it"),
+        (["Received request a: prompt: '" + "cut " * 9999], r"line 1 .*no request as vLLM logs it"),  # in 2**N steps
         (["a diary", "of other things"], "holds no requests: start vLLM with --enable-log-requests"),
         (
             [request_lines("a", "b", [1])[0]],
