@@ -17,7 +17,10 @@ from paceline.loop.flywheel.config import TurnGates
 from paceline.loop.store.folder import Store
 from paceline.report.statistics import is_loop
 
-UNUSABLE = ("without a prompt", "of which the answer's tokens are not known", "of another vocabulary")
+UNUSABLE = (
+    *("without a prompt", "of which the answer's tokens are not known", "of which the tokens are no ids"),
+    "of another vocabulary",
+)
 """Reasons for dropped rows of a store that mean bad recorded answers. Other reasons, such as duplicates, do not."""
 
 

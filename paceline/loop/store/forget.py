@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, PromptError
 from paceline.loop.store.folder import Store, parquet, write_shard
-from paceline.loop.store.incoming import Row, digest_of, pa, read_shard, shards_of
+from paceline.loop.store.incoming import Row, digest_of, is_ids, pa, read_shard, shards_of
 from paceline.loop.store.split import SIDES
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.runs.folder import whole_file, write_whole
@@ -152,29 +152,38 @@ def _text(value: dict[str, Any]) -> str:
 
 def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_sources: bool, done: Forgotten) -> None:
     """Counts matching rows in the source files, or deletes them; keeps all other columns."""
-    for name in dict.fromkeys(name for line in store.versions() for name in line.get("sources", ())):
-        if not Path(name).exists():
+    for file in _source_files(store, done):
+        try:
+            table = parquet.read_table(file)
+            names = {"tag", "sampling"} & {*table.column_names}
+            rows = table.select(["prompt_ids", "answer_ids", "text", *names]).to_pylist()
+            if not all(is_ids(row[name] or []) for row in rows for name in ("prompt_ids", "answer_ids")):
+                raise ValueError("tokens that are no ids")
+        except (pa.ArrowException, OSError, ValueError, KeyError):
+            done.sources_with_it.append(f"{file}, which cannot be read")
             continue
-        for file in shards_of(Path(name)) if Path(name).is_file() or any(Path(name).rglob("*.parquet")) else ():
-            try:
-                table = parquet.read_table(file)
-                names = {"tag", "sampling"} & {*table.column_names}
-                rows = table.select(["prompt_ids", "answer_ids", "text", *names]).to_pylist()
-            except (pa.ArrowException, OSError, ValueError, KeyError):
-                done.sources_with_it.append(f"{file}, which cannot be read")
-                continue
-            keep = []
-            for row in rows:
-                prompt_ids, answer_ids = row["prompt_ids"] or [], row["answer_ids"] or []
-                row["prompt"] = tokenizer.decode(prompt_ids, False)
-                is_forgotten = store.salted(digest_of(prompt_ids, answer_ids)) in store.forgotten
-                keep.append(not is_forgotten and not has(row, pattern))
-            num_gone = len(keep) - sum(keep)
-            if num_gone and in_sources:
-                _rewrite(file, table.filter(pa.array(keep)))
-                done.source_rows += num_gone
-            elif num_gone:
-                done.sources_with_it.append(str(file))
+        keep = []
+        for row in rows:
+            prompt_ids, answer_ids = row["prompt_ids"] or [], row["answer_ids"] or []
+            row["prompt"] = tokenizer.decode(prompt_ids, False)
+            is_forgotten = store.salted(digest_of(prompt_ids, answer_ids)) in store.forgotten
+            keep.append(not is_forgotten and not has(row, pattern))
+        num_gone = len(keep) - sum(keep)
+        if num_gone and in_sources:
+            _rewrite(file, table.filter(pa.array(keep)))
+            done.source_rows += num_gone
+        elif num_gone:
+            done.sources_with_it.append(str(file))
+
+
+def _source_files(store: Store, done: Forgotten) -> Iterator[Path]:
+    """Yields the files that were added to the store and still exist. Of a source without such files, names all others
+    as unsearched: they may have been moved."""
+    for source in map(Path, dict.fromkeys(name for line in store.versions() for name in line.get("sources", ()))):
+        try:
+            yield from shards_of(source)
+        except PromptError:
+            done.sources_with_it += [f"{file}, which was not searched" for file in sorted(source.rglob("*.parquet"))]
 
 
 def _rewrite(file: Path, table: pa.Table) -> None:

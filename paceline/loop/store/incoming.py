@@ -45,6 +45,11 @@ def digest_of(prompt_ids: Iterable[int], answer_ids: Iterable[int]) -> str:
     return named.hexdigest()
 
 
+def is_ids(value: Any) -> bool:
+    """True for a list of token ids: integers from 0 on that fit into 32 bits, as in a store."""
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
 def shards_of(source: Path) -> list[Path]:
     """Returns the Parquet files of a source: a single file, a folder of traces or answers, or a run folder of `paceline
     regenerate`. Raises PromptError if a folder contains no Parquet files of answers or traces."""
@@ -96,6 +101,8 @@ class Incoming:
             for row in read_shard(file):
                 if not has_tag(row, tags):
                     self.left_out["with other tags"] += 1
+                elif not all(is_ids(row[name] or []) for name in ("prompt_ids", "answer_ids")):
+                    self.left_out["of which the tokens are no ids"] += 1
                 elif not row["prompt_ids"]:
                     self.left_out["without a prompt"] += 1
                 elif not row["answer_ids"]:

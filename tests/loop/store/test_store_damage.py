@@ -7,8 +7,11 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from stores import BYTES, HALF, answered, many, store_of
 
 from paceline.errors import CacheError, ConfigError
@@ -124,6 +127,35 @@ def test_nothing_keeps_anybody_from_being_forgotten(tmp_path: Path, store: Store
     done = forget(store, "parcel")
     assert done.rows == 6 and suite.read_text() == '{"id": "1"}\n{half\n'
     assert done.sources_with_it == [f"{tmp_path / 'more' / 'answers-r0-00000.parquet'}, which cannot be read"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "kind"),
+    [([2**40], pa.int64()), ([-1], pa.int64()), ([None], pa.int64()), ([1.5], pa.float64()), (["a"], pa.string())],
+)
+def test_tokens_that_are_no_ids_are_left_out_and_do_not_stop_forgetting(
+    tmp_path: Path, store: Store, ids: list[Any], kind: pa.DataType
+) -> None:
+    """They ended `add` with a TypeError or OverflowError, and `forget` behind the deletion, without a new version."""
+    file = tmp_path / "more" / "answers-r0-00001.parquet"
+    parquet.write_table(
+        pa.table({"prompt_ids": pa.array([ids], pa.list_(kind)), "answer_ids": [[1, 2]], "text": ["ab"]}), file
+    )
+    line = store.add([tmp_path / "more"], BYTES)
+    assert line["left_out"] == {"there already": 6, "of which the tokens are no ids": 1}
+    done = forget(store, "parcel", in_sources=True)
+    assert (done.rows, done.source_rows, done.version) == (6, 6, 4)
+    assert done.sources_with_it == [f"{file}, which cannot be read"]
+
+
+def test_files_that_were_moved_in_their_source_do_not_stop_forgetting(tmp_path: Path, store: Store) -> None:
+    """Without files of answers where they had been, `forget` raised PromptError behind the deletion."""
+    moved = tmp_path / "more" / "old" / "answers-r0-00000.parquet"
+    moved.parent.mkdir()
+    (tmp_path / "more" / moved.name).rename(moved)
+    done = forget(store, "parcel", in_sources=True)
+    assert (done.rows, done.version, Store.open(store.path).version) == (6, 3, 3)
+    assert done.sources_with_it == [f"{moved}, which was not searched"]
 
 
 def test_rows_of_a_change_that_was_killed_are_not_read(store: Store) -> None:
