@@ -8,7 +8,7 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 from paceline.bounds import Name, check, within
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 
 ADD_FIELDS = ("none", "vllm", "sglang")
 
@@ -47,7 +47,10 @@ class RecordConfig:
             if self.add_fields != "none" or self.metrics_port is not None:
                 raise ConfigError("--add-fields and --metrics-port are for a proxy: leave them out with --import")
             return
-        parts, whole = urlsplit(self.upstream), f"--upstream {self.upstream!r}"
+        whole = f"--upstream {self.upstream!r}"
+        with reraised(ConfigError, f"{whole} is no address", "write http://HOST:PORT", ValueError):
+            parts = urlsplit(self.upstream)
+            _ = parts.port, (parts.hostname or "").encode("idna")  # the proxy needs both
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{whole} is no address: write http://HOST:PORT")
         if parts.username or parts.password:

@@ -13,7 +13,7 @@ import pytest
 from small_llm import tiny_model
 from trace_files import rows
 
-from paceline.errors import PacelineError, PromptError
+from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.loop.record.config import RecordConfig
 from paceline.loop.record.run import read
 from paceline.model.text.tokenizer import Tokenizer
@@ -188,6 +188,9 @@ def test_a_file_that_is_not_there_and_impossible_settings(model: Path, tmp_path:
     for upstream, text in (("http://a/v1", "ends in /v1"), ("http://me:key@a", "password"), ("http://a?x=1", "query")):
         with pytest.raises(PacelineError, match=text):
             RecordConfig("tiny", upstream=upstream)
+    for upstream in ("http://a:99999", "http://a:x", "http://[::1", "http://..", f"http://{'a' * 70}"):
+        with pytest.raises(ConfigError, match=r"--upstream .* is no address \(.*\): write http://HOST:PORT"):
+            RecordConfig("tiny", upstream=upstream)  # they ended the proxy with a ValueError
     with pytest.raises(PacelineError, match="--out"):
         read(RecordConfig(str(model), imports=(tmp_path,)), TraceConfig())
 
