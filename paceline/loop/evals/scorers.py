@@ -128,6 +128,8 @@ SCORERS: dict[str, Callable[[Row, str], Verdict]] = {
     "json": score_json,
 }
 """Kind of scorer -> its function, for the kinds that need only the text."""
+TEXTS = ("tests", "prompt", "entry_point", "criteria")
+"""Fields of scorers that must be texts."""
 NEEDED: dict[str, tuple[str, ...]] = {
     "exact": ("answer",),
     "numeric": ("answer",),
@@ -142,18 +144,20 @@ NEEDED: dict[str, tuple[str, ...]] = {
 def check_scorer(scorer: Row, where: str) -> None:
     """Raises PromptError for an invalid scorer. `where`: the scorer's place, such as file and line, for the message."""
     kind = scorer.get("kind")
-    if kind not in NEEDED:
+    if not isinstance(kind, str) or kind not in NEEDED:
         raise PromptError(f"{where}: there is no scorer {kind!r}: choose from {', '.join(NEEDED)}")
     missing = [name for name in NEEDED[kind] if name not in scorer]
     if missing:
         raise PromptError(f"{where}: scorer {kind} needs {missing[0]!r}")
     try:
         if kind == "numeric":
-            float(scorer["answer"])
+            float(scorer["answer"]), float(scorer.get("tolerance", 0.0))
         elif kind == "regex":
             re.compile(scorer["pattern"])
         elif kind == "json":
             _check_json(scorer)
+        elif no_text := [name for name in TEXTS if not isinstance(scorer.get(name) or "", str)]:
+            raise ValueError(f"{no_text[0]} must be a text")
     except (TypeError, ValueError, re.error) as error:
         raise PromptError(
             f"{where}: scorer {kind} cannot be used ({' '.join(str(error).split())}): correct it"

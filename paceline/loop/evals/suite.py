@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.data.prompts import Message, Prompt, read_tools, read_variables
+from paceline.data.prompts import Message, Prompt, read_messages, read_tools, read_variables
 from paceline.errors import PromptError, reraised
 from paceline.loop.evals.scorers import check_scorer
 from paceline.runs.folder import write_whole
@@ -125,7 +125,11 @@ def suite_of(name: str, cases: list[Case], where: str) -> Suite:
 
 def _case(line: str, where: str) -> Case:
     with reraised(
-        PromptError, f"{where} is no case of a suite", "one JSON object a line, with id and scorer", ValueError
+        PromptError,
+        f"{where} is no case of a suite",
+        "one JSON object a line, with id and scorer",
+        ValueError,
+        RecursionError,
     ):
         row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("scorer"), dict) or not isinstance(row.get("id"), str):
@@ -135,6 +139,12 @@ def _case(line: str, where: str) -> Case:
     messages, token_ids = row.get("messages") or [], row.get("prompt_ids") or []
     if bool(messages) == bool(token_ids):
         raise PromptError(f"{where}: a case has either messages or prompt_ids")
+    if messages:
+        read_messages(messages, where)
+    elif not isinstance(token_ids, list) or not all(type(token) is int and token >= 0 for token in token_ids):
+        raise PromptError(f"{where}: prompt_ids must be a list of token ids")
+    if not isinstance(row.get("text") or "", str) or not isinstance(row.get("origin") or {}, dict):
+        raise PromptError(f"{where}: text must be a text, and origin an object")
     check_scorer(row["scorer"], where)
     tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
     prompt = (tuple(messages), tuple(token_ids), row.get("text") or "", tools, variables)

@@ -70,6 +70,10 @@ def test_an_object_is_found_within_text_and_depth_does_no_harm() -> None:
         {"kind": "json"},
         {"kind": "json", "schema": {"type": "nothing"}},
         {"kind": "json", "fields": ["action"]},
+        {"kind": ["json"]},
+        {"kind": "numeric", "answer": 1, "tolerance": "small"},
+        {"kind": "code", "tests": 5},
+        {"kind": "judge", "reference": "x", "criteria": ["short"]},
     ],
 )
 def test_what_cannot_be_scored_is_refused_with_its_place(scorer: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from eval_doubles import Says, suite
@@ -56,6 +57,34 @@ def test_suites_there_and_back(tmp_path: Path) -> None:
         read_suite(tmp_path / "bad.jsonl")
     with pytest.raises(PromptError, match="paceline evals make"):
         read_suite(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"messages": "Say hi."}, "'messages' must be a list"),
+        ({"messages": {"role": "user", "content": "?"}}, "'messages' must be a list"),
+        ({"prompt_ids": ["Say"]}, "prompt_ids must be a list of token ids"),
+        ({"prompt_ids": [-1]}, "prompt_ids must be a list of token ids"),
+        ({"prompt_ids": 5}, "prompt_ids must be a list of token ids"),
+        ({"prompt_ids": [5], "text": 5}, "text must be a text"),
+        ({"prompt_ids": [5], "origin": "traces"}, "origin an object"),
+    ],
+)
+def test_a_prompt_that_cannot_be_asked_is_refused_with_its_line(
+    tmp_path: Path, fields: dict[str, Any], text: str
+) -> None:
+    """They were read, and ended the run with a TypeError when the model was loaded."""
+    file = tmp_path / "s.jsonl"
+    file.write_text(json.dumps({"id": "a", "scorer": {"kind": "exact", "answer": "x"}, **fields}) + "\n")
+    with pytest.raises(PromptError, match=f"line 1: .*{text}"):
+        read_suite(file)
+
+
+def test_a_line_of_deep_brackets_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(PromptError, match="line 1 is no case of a suite"):
+        read_suite(tmp_path / "s.jsonl")
 
 
 def test_a_model_answers_and_a_drafter_changes_nothing() -> None:
