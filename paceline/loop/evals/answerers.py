@@ -116,6 +116,8 @@ class EndpointAnswerer:
             choice, usage = response["choices"][0], response.get("usage") or {}
             text = choice["message"].get("content") if case.messages else choice["text"]
             counts = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+            if not isinstance(text or "", str):
+                raise TypeError("the content is no text")
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise DownloadError(
                 f"{self.client.url} answered case {case.id} with no completion: is it the right URL?"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.prompts import Message, Prompt, read_messages, read_tools, read_variables
-from paceline.errors import PromptError, reraised
+from paceline.errors import PromptError, refuse, reraised
 from paceline.loop.evals.scorers import check_scorer
 from paceline.runs.folder import write_whole
 
@@ -89,6 +89,8 @@ class Suite:
         return any(case.scorer["kind"] == "judge" for case in self.cases)
 
     def first(self, limit: int | None) -> Suite:
+        """Returns a suite of the first `limit` cases [default: all]. Raises PromptError for a limit below 1."""
+        refuse(PromptError, (limit is not None and limit < 1, f"limit must be at least 1, not {limit}"))
         return Suite(self.name, self.cases[:limit])
 
     def write(self, file: str | Path) -> Path:

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 from eval_doubles import Says, suite
+from loopback import Handler, answering
 from small_llm import fake_llm
 
 from paceline.data.prompts import read_prompts
-from paceline.errors import ConfigError, ContextLengthError, PromptError
+from paceline.errors import ConfigError, ContextLengthError, DownloadError, PromptError
 from paceline.loop.evals import compare, read_scores, read_suite, run_suite
-from paceline.loop.evals.answerers import LLMAnswerer
+from paceline.loop.evals.answerers import EndpointAnswerer, LLMAnswerer
 from paceline.loop.evals.config import EvalSampling, PricesConfig
 from paceline.loop.evals.suite import Case, Suite
+from paceline.net.streaming import Client
 
 
 def test_scores_costs_and_the_file(tmp_path: Path) -> None:
@@ -79,6 +81,26 @@ def test_a_prompt_that_cannot_be_asked_is_refused_with_its_line(
     file.write_text(json.dumps({"id": "a", "scorer": {"kind": "exact", "answer": "x"}, **fields}) + "\n")
     with pytest.raises(PromptError, match=f"line 1: .*{text}"):
         read_suite(file)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_refused(limit: int) -> None:
+    """0 ended in StatisticsError when everything had been loaded, -1 left the last case out."""
+    with pytest.raises(PromptError, match=f"limit must be at least 1, not {limit}"):
+        suite().first(limit)
+
+
+@pytest.mark.parametrize("content", [["x"], {"text": "x"}, 5])
+def test_an_answer_that_is_no_text_is_the_servers_fault(content: Any) -> None:
+    """It was scored: AttributeError, after all answers."""
+
+    class Server(Handler):
+        def do_POST(self) -> None:
+            body = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
+            self.answer(200, json.dumps(body).encode(), "application/json")
+
+    with answering(Server) as url, pytest.raises(DownloadError, match="answered case .* with no completion"):
+        run_suite(suite(1), EndpointAnswerer(Client(url), "m"))
 
 
 def test_a_line_of_deep_brackets_is_refused(tmp_path: Path) -> None:
