@@ -51,14 +51,14 @@ def evals_make(
     suite = make_suite(replace(config, sources=tuple(sources)), out.stem, dropped)
     if apart_from is not None:
         suite = without_leaks(suite, apart_from, dropped)
-    suite.write(out)
     for text in filter(None, (str(dropped) if dropped else "", dropped.unread_text)):
         say(text)
     for source in sources:
         if (Path(source) / "store.json").is_file():
             from paceline.loop.store.folder import Store
 
-            Store.open(source).note_suite(out)
+            Store.open(source).note_suite(out)  # first: `store forget` must know a suite whose command is killed now
+    suite.write(out)
     kinds = {case.scorer["kind"] for case in suite}
     say(f"suite: {out}, {len(suite)} cases, scored by {', '.join(sorted(kinds))}")
     return {"suite": out, "cases": len(suite), "digest": suite.digest, "scorers": sorted(kinds)}

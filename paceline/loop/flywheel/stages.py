@@ -175,9 +175,9 @@ def evals(turn: Turn) -> StageResult:
         turn.progress.say(str(dropped))
     if suite.needs_judge:
         checks.check_judge(config.judge)
-    suites = {OWN: suite.write(file)}
     if config.suite is None:
-        own.note_suite(file)
+        own.note_suite(file)  # first: `store forget` must know it
+    suites = {OWN: suite.write(file)}
     if turn.number > 1:
         suites |= _first_suite(turn, trained)
     bench = Bench(config, turn.folder, turn.of("store")["max_tokens"], turn.progress, suites)
@@ -194,10 +194,10 @@ def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
         turn.progress.say(f"of the first turn's suite: {dropped}")
     if first is None:
         return {}
-    file = first.write(turn.folder / "first-suite.jsonl")
+    file = turn.folder / "first-suite.jsonl"
     if turn.config.suite is None:
         Store.open(turn.earlier_stores[0]).note_suite(file)
-    return {FIRST: file}
+    return {FIRST: first.write(file)}
 
 
 def drafter(turn: Turn) -> StageResult:

@@ -340,9 +340,9 @@ class Store:
         """Append labels (such as scores of answers) to labels.jsonl; returns how many were appended. A label is a dict
         with `digest`, the hash of a row, and any other keys. Labels of rows that are not in the store are ignored.
         Raises CacheError if the file cannot be written, ConfigError if another process changes the store."""
-        known = {row["digest"] for side in SIDES for row in self.rows(side)}
-        matching = [label for label in labels if label.get("digest") in known]
-        with self.changing("labelling"):
+        with self.changing("labelling"):  # `forget` may have deleted rows since the store was opened
+            known = {row["digest"] for side in SIDES for row in self.rows(side)}
+            matching = [label for label in labels if label.get("digest") in known]
             self._append("labels.jsonl", matching)
         return len(matching)
 

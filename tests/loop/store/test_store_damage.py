@@ -14,7 +14,9 @@ import pytest
 from pyarrow import parquet
 from stores import BYTES, HALF, answered, many, store_of
 
+from paceline.cli import app
 from paceline.errors import CacheError, ConfigError
+from paceline.loop.evals.suite import Suite
 from paceline.loop.store.card import card_of
 from paceline.loop.store.config import SplitConfig
 from paceline.loop.store.folder import Store
@@ -156,6 +158,38 @@ def test_files_that_were_moved_in_their_source_do_not_stop_forgetting(tmp_path: 
     done = forget(store, "parcel", in_sources=True)
     assert (done.rows, done.version, Store.open(store.path).version) == (6, 3, 3)
     assert done.sources_with_it == [f"{moved}, which was not searched"]
+
+
+def test_a_row_that_is_forgotten_meanwhile_gets_no_label(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows there are was read before the lock was taken."""
+    digests = [row["digest"] for side in SIDES for row in store.rows(side)]
+    changing = Store.changing
+
+    def late(self: Store, doing: str) -> Any:
+        if doing == "labelling":
+            forget(Store.open(self.path), "parcel")
+        return changing(self, doing)
+
+    monkeypatch.setattr(Store, "changing", late)
+    assert len(digests) == 18 and store.label({"digest": digest, "score": 1.0} for digest in digests) == 12
+
+
+def test_a_suite_is_known_to_its_store_before_it_is_written(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two, `evals make` left a suite of which `store forget` knew nothing."""
+
+    class Killed(BaseException):
+        """Stands for SIGKILL."""
+
+    def killed(self: Suite, file: Path) -> None:
+        raise Killed
+
+    monkeypatch.setattr(Suite, "write", killed)
+    words = ["evals", "make", str(store.path), "--scorer", "exact", "--out", str(tmp_path / "suite.jsonl")]
+    with pytest.raises(Killed):
+        app(words, prog_name="paceline", standalone_mode=False)
+    assert Store.open(store.path).suites == [str(tmp_path / "suite.jsonl")]
 
 
 def test_rows_of_a_change_that_was_killed_are_not_read(store: Store) -> None:
