@@ -101,9 +101,11 @@ def evals_run(
     """
     if endpoint.url is None:
         starting(engine.model)
-    from paceline.loop.evals.run import Asked, evaluate
+    from paceline.loop.evals.run import EvalSettings, evaluate
 
-    request = Asked(endpoint, judge, sampling, prices, limits, gate, samples, limit, name, check_drafter, unsafe_code)
+    request = EvalSettings(
+        endpoint, judge, sampling, prices, limits, gate, samples, limit, name, check_drafter, unsafe_code
+    )
     done = evaluate(suite, engine, request, out=out, progress=TerminalProgress())
     finish(done.as_line(), as_json, REFUSED if done.refusals else 0)
 
@@ -124,8 +126,8 @@ def evals_compare(
     Examples:
       paceline evals compare runs/teacher runs/student --margin 0.02
     """
-    from paceline.loop.evals.run import beside
+    from paceline.loop.evals.run import compare_runs
 
-    comparison, refusals, run = beside(before, after, gate, out=out, progress=TerminalProgress())
+    comparison, refusals, run = compare_runs(before, after, gate, out=out, progress=TerminalProgress())
     line = {**comparison.as_line(), "passed": not refusals, "refusals": refusals, "run": run.path}
     finish(line, as_json, REFUSED if refusals else 0)

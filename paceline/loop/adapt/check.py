@@ -8,7 +8,7 @@ from typing import Any
 from paceline.loop.adapt.config import PolicyConfig, PriceConfig, StoreConfig
 from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
-from paceline.loop.adapt.log import AdaptLog, rebuilt, told
+from paceline.loop.adapt.log import AdaptLog, hour_line, rebuilt
 from paceline.loop.adapt.servers.counted_hours import missing, stored_hours
 
 
@@ -28,4 +28,4 @@ def decide_once(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig) -
         decision = Decision("too little", why=missing(store, left_out))
         return {"decision": decision, "hours": 0, "with_traffic": 0, "left_out": dict(left_out)}
     known = {"hours": len(lines), "with_traffic": len(hours), "source": source, "left_out": dict(left_out)}
-    return {**told(lines[-1]), "decision": lines[-1].decision, **known}
+    return {**hour_line(lines[-1]), "decision": lines[-1].decision, **known}

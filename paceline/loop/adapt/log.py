@@ -61,7 +61,7 @@ def event_line(hour: int, event: str, **figures: Any) -> dict[str, Any]:
     return plain({**_stamped(hour), "event": event, **figures})
 
 
-def told(line: Line) -> dict[str, Any]:
+def hour_line(line: Line) -> dict[str, Any]:
     """Converts an hour's observations and decision to a line of the log, with the hour's time (UTC) added."""
     return plain({**_stamped(line.hour), **{key: getattr(line, key) for key in ("seen", "mix", "decision", "notes")}})
 

@@ -21,7 +21,7 @@ from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.decide.members import others, scores, serving
 from paceline.loop.adapt.gate.lineage import Lineage
 from paceline.loop.adapt.gate.retrain import write_window
-from paceline.loop.adapt.log import AdaptLog, rebuilt, told
+from paceline.loop.adapt.log import AdaptLog, hour_line, rebuilt
 from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.rollout.canary import Canary
 from paceline.loop.adapt.rollout.stage import ON_SERVER, Stage, read_stage, word_of
@@ -98,7 +98,7 @@ class Watcher(Steps):
 
     def _hour(self, number: int, seen: Mapping[str, Sums], left_out: Mapping[str, int], now: float) -> None:
         line = self.policy.hour(number, seen)
-        self._write(told(line))
+        self._write(hour_line(line))
         decision = line.decision
         if left_out:
             self.say(f"adapt: left out {dict(left_out)}")

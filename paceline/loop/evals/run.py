@@ -1,6 +1,6 @@
 """`paceline evals run` as a library call: scores a model's answers to a suite, and compares them with an earlier run.
 
-done = evaluate("suite.jsonl", EngineConfig(model="smollm2-135m"), Asked(endpoint=EndpointConfig()))
+done = evaluate("suite.jsonl", EngineConfig(model="smollm2-135m"), EvalSettings(endpoint=EndpointConfig()))
 done.scores        # the score of each case
 done.refusals      # reasons for which the gates refuse the model; empty if it passes
 done.comparison    # with an earlier run (`Gate.no_worse_than`); None without one
@@ -35,7 +35,7 @@ JUDGE_KEY = "PACELINE_JUDGE_KEY"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EvalSettings:
     """All settings of `evaluate` apart from the suite and the engine."""
 
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
@@ -79,7 +79,7 @@ class Evaluated:
 def evaluate(
     suite_file: str | Path,
     engine: EngineConfig,
-    config: Asked,
+    config: EvalSettings,
     *,
     out: str | Path | None = None,
     progress: Progress = SILENT,
@@ -127,7 +127,7 @@ def evaluate(
     return Evaluated(scores, run, refusals, comparison, check)
 
 
-def beside(
+def compare_runs(
     before: str | Path, after: str | Path, gate: Gate, *, out: str | Path | None = None, progress: Progress = SILENT
 ) -> tuple[Comparison, list[str], RunFolder]:
     """Compares two finished runs, given by their folders. Returns (comparison, reasons why the gate fails, run folder).
@@ -143,7 +143,7 @@ def beside(
     return comparison, refusals, write_report([one, two], [comparison], refusals, settings, out, progress)
 
 
-def _answerer(engine: EngineConfig, config: Asked, stack: contextlib.ExitStack, progress: Progress) -> Answerer:
+def _answerer(engine: EngineConfig, config: EvalSettings, stack: contextlib.ExitStack, progress: Progress) -> Answerer:
     endpoint = config.endpoint
     if endpoint.url is None:
         llm = LLM.of(replace(engine, max_batch=config.sampling.at_once))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.loop.evals.compare import Comparison, compare
-from paceline.loop.evals.run import Asked, evaluate
+from paceline.loop.evals.run import EvalSettings, evaluate
 from paceline.loop.evals.scores import Scores, read_scores
 from paceline.loop.evals.suite import read_suite
 from paceline.loop.flywheel.config import FlywheelConfig
@@ -39,7 +39,7 @@ class Bench:
         sampling = self.config.sampling
         if not self.config.is_given("sampling.max_tokens"):
             sampling = replace(sampling, max_tokens=self.max_tokens)
-        config = Asked(judge=self.config.judge, sampling=sampling, name=what, check_drafter=False)
+        config = EvalSettings(judge=self.config.judge, sampling=sampling, name=what, check_drafter=False)
         out = self.folder / "evals" / what
         return evaluate(self.suites[suite], engine, config, out=out, progress=self.progress).scores
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
-from paceline.loop.adapt.log import AdaptLog, event_line, rebuilt, told
+from paceline.loop.adapt.log import AdaptLog, event_line, hour_line, rebuilt
 from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.page import page
 from paceline.loop.adapt.traffic.replay import fortnight
@@ -23,7 +23,7 @@ DOCS = Path(__file__).parent.parent.parent.parent / "docs"
 
 def logged(folder: Path) -> AdaptLog:
     log = AdaptLog(folder)
-    fortnight(make_world("new-schema", 0, 14), SeasonalPolicy(), lambda line: log.append(told(line)))
+    fortnight(make_world("new-schema", 0, 14), SeasonalPolicy(), lambda line: log.append(hour_line(line)))
     last = log.lines()[-1]["hour"]
     log.append(event_line(last, "swapped", clusters=["tickets"], drafter="runs/<x>", why="+80% tokens/s"))
     return log
@@ -81,7 +81,7 @@ def test_what_was_done_is_known_again(tmp_path: Path) -> None:
 def test_a_decision_is_json(tmp_path: Path) -> None:
     log = AdaptLog(tmp_path)
     policy = SeasonalPolicy()
-    line = log.append(told(policy.hour(5, {})))
+    line = log.append(hour_line(policy.hour(5, {})))
     assert json.loads(log.file.read_text()) == line and line["time"] == "1970-01-01T05:00Z"
     assert line["decision"]["action"] == "too little"
 

@@ -26,7 +26,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.loop.adapt.config import PolicyConfig, PriceConfig, ReplayConfig
 from paceline.loop.adapt.decide.policy import Line, NaivePolicy, SeasonalPolicy
-from paceline.loop.adapt.log import told
+from paceline.loop.adapt.log import hour_line
 from paceline.loop.adapt.traffic.hours import DAY
 from paceline.loop.adapt.traffic.stored import read_hours
 from paceline.loop.adapt.traffic.world import TRAINING_HOURS, World, make_world
@@ -216,4 +216,4 @@ def _stored(config: ReplayConfig, traces: Path, policy: Policy) -> dict[str, Any
 
 def _write(out: Path | None, lines: list[Line]) -> None:
     if out is not None:
-        write_whole(out, "".join(json.dumps(told(line)) + "\n" for line in lines))
+        write_whole(out, "".join(json.dumps(hour_line(line)) + "\n" for line in lines))
