@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from paceline.lossy import Ledger
-from paceline.plan.trees import Candidates, Outcome, Said, Tree
+from paceline.plan.trees import Candidates, Outcome, TargetRanks, Tree
 from paceline.sampling import GrammarKind as GrammarKind
 from paceline.sampling import GrammarSpec as GrammarSpec
 from paceline.sampling import SamplingParams as SamplingParams
@@ -357,6 +357,6 @@ class RoundStats:
     """Drafter (pool entry) of each row."""
     trees_B: list[Outcome | None] | None = None
     """Accepted path of each row's tree; None for rows without a tree, and if no row had one."""
-    target_ranks_B: list[Said | None] | None = None
+    target_ranks_B: list[TargetRanks | None] | None = None
     """How the drafter's candidates ranked the target's tokens, for each row; None without candidates or with a lossy
     rule."""

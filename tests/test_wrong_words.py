@@ -81,7 +81,7 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_work(
         raise AssertionError("something is predicted")
 
     monkeypatch.setattr("paceline.bench.pages.predicted.predicted", predict)
-    monkeypatch.setattr("paceline.bench.pages.speedup_chart.made", predict)
+    monkeypatch.setattr("paceline.bench.pages.speedup_chart.chart_of", predict)
     file = tmp_path / "file"
     file.write_text("")
     places = {

@@ -186,9 +186,9 @@ def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
 
 def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
     """Draw speed-up against acceptance length, to the requested files or to a run folder."""
-    from paceline.bench.pages.speedup_chart import draw, made
+    from paceline.bench.pages.speedup_chart import chart_of, draw
 
-    chart, png = made(costs, config), config.png
+    chart, png = chart_of(costs, config), config.png
     line = chart.as_json()
     if out is not None or (svg is None and png is None):
         run = RunFolder.create("compare", {"costs": costs, "chart": config}, out)

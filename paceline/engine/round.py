@@ -27,7 +27,7 @@ from paceline.lossy import LOSSY
 from paceline.model.sampling.logits import logprobs_of, penalise
 from paceline.model.sampling.race import race
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
-from paceline.plan.trees import Candidates, Outcome, Said, Tree, target_ranks
+from paceline.plan.trees import Candidates, Outcome, TargetRanks, Tree, target_ranks
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match, match_prefix
 
@@ -119,7 +119,7 @@ def _lengths(block: DraftBlock) -> list[int]:
     return [tree.depth if tree else len(tokens) for tokens, tree in zip(block.tokens_B, trees_B, strict=True)]
 
 
-def _ranks(batch: Batch, proposed: DraftBlock, num_committed_B: list[int]) -> list[Said | None] | None:
+def _ranks(batch: Batch, proposed: DraftBlock, num_committed_B: list[int]) -> list[TargetRanks | None] | None:
     if not proposed.candidates_B:
         return None
     rows = zip(batch.sequences, proposed.candidates_B, num_committed_B, strict=True)

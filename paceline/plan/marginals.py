@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.plan.planner import FixedPlanner
-from paceline.plan.trees import NONE_OF_THEM, Candidates, Said, Weigh, grow
+from paceline.plan.trees import NONE_OF_THEM, Candidates, TargetRanks, Weigh, grow
 from paceline.types import Row
 
 CONCENTRATION = 1.5
@@ -53,7 +53,7 @@ class Tally:
     stood: list[list[int]] = field(default_factory=list)
     """For each slot and rank: in how many of those rounds this candidate was the target's token."""
 
-    def add(self, ranks: Said) -> None:
+    def add(self, ranks: TargetRanks) -> None:
         for slot in range(ranks.num_first):
             self._count(slot, 0)
         if ranks.rank is not None:

@@ -214,7 +214,7 @@ class Outcome:
         ]
 
 
-class Said(NamedTuple):
+class TargetRanks(NamedTuple):
     """Result of comparing the tokens that the target generated in one round with a drafter's candidates, of which rank
     0 is the most probable one of its slot."""
 
@@ -225,11 +225,11 @@ class Said(NamedTuple):
     left."""
 
 
-def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> Said:
+def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> TargetRanks:
     """Compares the tokens that the target generated in one round with the drafter's candidates: counts the leading
     slots at which the top candidate was right, and finds the rank of the target's token at the slot after them."""
     for slot, token in enumerate(tokens[: len(candidates.tokens_KM)]):
         likely = candidates.at(tokens[:slot])[0]
         if likely[0] != token:
-            return Said(slot, likely.index(token) if token in likely else NONE_OF_THEM)
-    return Said(min(len(tokens), len(candidates.tokens_KM)), None)
+            return TargetRanks(slot, likely.index(token) if token in likely else NONE_OF_THEM)
+    return TargetRanks(min(len(tokens), len(candidates.tokens_KM)), None)

@@ -162,7 +162,7 @@ class _Stages:
         num_places = sum(document.num_anchors for document in corpus.train)
         progress.say(
             f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} held "
-            f"out; {corpus.told() or 'all of them whole'}"
+            f"out; {corpus.left_out_text or 'all of them whole'}"
         )
         folder = self._open()
         target = self._load_target()

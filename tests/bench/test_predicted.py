@@ -13,7 +13,7 @@ from javascript import run_js
 from typer.testing import CliRunner
 
 from paceline.bench.pages.predicted import kept_drafts, predicted, token_times
-from paceline.bench.pages.speedup_chart import made, read_points
+from paceline.bench.pages.speedup_chart import chart_of, read_points
 from paceline.bench.pages.timing import svg
 from paceline.cli import app
 from paceline.errors import ConfigError
@@ -95,7 +95,7 @@ def test_the_page_reads_runs_and_draws_curves_as_the_chart_does(tmp_path: Path) 
     assert slopes == [pytest.approx((0.5 + 2 * 1.5) / 5), None]
     between = run_js("(curve) => [1, 1.5, 3, 4, 0.5].map((x) => between(curve, x))", [[1, 1], [2, 3], [3, 4]])
     assert between == [1, 2, 4, 5, 0]
-    assert made(COSTS, ASKED).curve[0] == (1.0, 1.0)
+    assert chart_of(COSTS, ASKED).curve[0] == (1.0, 1.0)
 
 
 @pytest.mark.slow

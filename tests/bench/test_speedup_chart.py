@@ -9,7 +9,7 @@ import pytest
 from simulate_steps import steps_file
 from typer.testing import CliRunner
 
-from paceline.bench.pages.speedup_chart import Point, draw, made, read_points, slope
+from paceline.bench.pages.speedup_chart import Point, chart_of, draw, read_points, slope
 from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.simulate.config import ChartConfig, CostsConfig
@@ -50,7 +50,7 @@ def test_slopes_are_those_of_least_squares_through_one_and_one() -> None:
 
 
 def test_curve_points_and_slopes(runs: list[Path]) -> None:
-    chart = made(ON, ChartConfig(tuple(runs), context=6144))
+    chart = chart_of(ON, ChartConfig(tuple(runs), context=6144))
     assert chart.curve[0] == (1.0, 1.0) and len(chart.curve) == 8
     assert dict(chart.curve)[4] == pytest.approx(3.49, abs=0.01), "as docs/explanation/landmarks.md has it"
     assert [point.is_mocked for point in chart.points] == [True] * 4 + [False]
@@ -63,7 +63,7 @@ def test_curve_points_and_slopes(runs: list[Path]) -> None:
 
 def test_a_calibration_is_the_curve(tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text(json.dumps(steps_file()))
-    chart = made(CostsConfig(table=tmp_path), ChartConfig(context=256))
+    chart = chart_of(CostsConfig(table=tmp_path), ChartConfig(context=256))
     assert chart.kind == "measured steps" and set(chart.slopes) == {"toy", "measured steps"}
 
 
@@ -77,7 +77,7 @@ def test_runs_without_points_are_refused(runs: list[Path], tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_same_picture_twice(runs: list[Path], tmp_path: Path) -> None:
-    chart = made(ON, ChartConfig(tuple(runs), context=6144))
+    chart = chart_of(ON, ChartConfig(tuple(runs), context=6144))
     for name in ("a", "b"):
         draw(chart, tmp_path / f"{name}.svg", tmp_path / f"{name}.png")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.pages.speedup_chart import made
+from paceline.bench.pages.speedup_chart import chart_of
 from paceline.simulate.calculator_page import passage
 from paceline.simulate.config import ChartConfig, CostsConfig
 
@@ -80,7 +80,7 @@ def test_tabs_are_chosen_by_arrow_keys_and_travel_in_the_link(visit: Any) -> Non
 
 def test_the_curve_is_the_commands(visit: Any) -> None:
     tab = visit(MOCKED)
-    chart = made(CostsConfig(model="Qwen3.5-27B", hardware="B200", plain_rate=75.0), ChartConfig(context=6144))
+    chart = chart_of(CostsConfig(model="Qwen3.5-27B", hardware="B200", plain_rate=75.0), ChartConfig(context=6144))
     tab.page.locator("#tokens-chart .plot").focus()
     tab.page.keyboard.press("Home")
     for kept, speedup in chart.curve:

@@ -343,6 +343,6 @@ def test_a_prompt_that_fills_the_longest_document_is_counted_as_such(tmp_path: P
     rows = [{"input_ids": list(range(80)), "labels": [-100] * 70 + list(range(70, 80))}, GOOD]
     corpus = read_corpus([write(tmp_path / "a.jsonl", *rows)], 64)
     assert (corpus.num_prompt_too_long, corpus.num_too_short, len(corpus.train)) == (1, 0, 1)
-    assert "1 left out: prompt longer than the longest document (max_len)" in corpus.told()
+    assert "1 left out: prompt longer than the longest document (max_len)" in corpus.left_out_text
     with pytest.raises(PromptError, match="1 left out: prompt longer than the longest document"):
         read_corpus([write(tmp_path / "b.jsonl", rows[0])], 64)

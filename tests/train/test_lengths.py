@@ -71,7 +71,7 @@ def test_one_answer_in_a_hundred_may_be_cut_and_is_counted(tmp_path: Path) -> No
     assert longest_of(plan.config) == 96 and plan.chosen["max_len"].endswith("; 4 of them are cut or left out")
     assert "4 cut at the longest document (max_len)" in plan.text
     corpus = read_corpus(plan.config.answers, longest_of(plan.config), 0.0)
-    assert corpus.num_cut == 4 and "4 cut" in corpus.told()
+    assert corpus.num_cut == 4 and "4 cut" in corpus.left_out_text
 
 
 def test_a_given_length_stays(tmp_path: Path) -> None:

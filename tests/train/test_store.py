@@ -47,7 +47,7 @@ def test_the_same_corpus(tmp_path: Path, share: float, fewest: int) -> None:
         for mine, other in zip(own, theirs, strict=True):
             assert mine.tokens.tolist() == other.tokens.tolist() and mine.tokens.dtype == np.int32
             assert mine.answer_start == other.answer_start
-    assert corpus.told() == expected.told() and corpus.num_repeated == 45 and corpus.num_too_short == 1
+    assert corpus.left_out_text == expected.left_out_text and corpus.num_repeated == 45 and corpus.num_too_short == 1
     assert len(corpus.heldout) == len(expected.heldout) and bool(corpus.heldout) == (share > 0)
     assert corpus.token_counts(100).tolist() == expected.token_counts(100).tolist()
     assert [each.key for each in corpus.train[3:5]] == [corpus.train[3].key, corpus.train[4].key]

@@ -44,7 +44,7 @@ def test_they_are_learned_from(tmp_path: Path) -> None:
     )
     assert (len(corpus.train), len(corpus.heldout)) == (18, 2)
     assert corpus.dropped.counts == {"without a loss mask": 1, "with a wrong loss mask": 1}
-    assert "2 rows left out" in corpus.told() and "line 21" in corpus.told()
+    assert "2 rows left out" in corpus.left_out_text and "line 21" in corpus.left_out_text
     check_answers([tmp_path / "given.jsonl"])
     with pytest.raises(PromptError, match="line 21: 'loss_mask' or 'labels' must say"):
         read_corpus([tmp_path / "given.jsonl"], 64, strict=True)

@@ -1,6 +1,6 @@
 """Charts speed-up over tokens per round: rounds without costs, the roofline's prediction, and measurements.
 
-    chart = made(costs_config, ChartConfig(results=(Path("runs/mock"), Path("runs/bench-decode-1"))))
+    chart = chart_of(costs_config, ChartConfig(results=(Path("runs/mock"), Path("runs/bench-decode-1"))))
     chart.slopes                     # {"toy": 1.0, "roofline": 0.71, "mocked": 0.66, "drafters": 0.52}
     draw(chart, svg=Path("speedup.svg"), png=Path("speedup.png"))
 
@@ -74,7 +74,7 @@ class Chart:
         return f"{self.title}: speed-up for one more token a round (slope through 1, 1): {listed}"
 
 
-def made(costs: CostsConfig, config: ChartConfig) -> Chart:
+def chart_of(costs: CostsConfig, config: ChartConfig) -> Chart:
     """Return the data of the chart: a curve predicted from `costs`, and points measured in the runs in
     `config.results`. Raises PacelineError for unreadable costs, or a run without a result at `config.batch`."""
     batch, context = config.batch, config.context

@@ -141,7 +141,7 @@ class _Stages:
         num_tokens = sum(len(each) - each.answer_start for each in corpus.train)
         self.progress.say(
             f"{len(corpus.train)} answers to learn from ({num_tokens} tokens), {len(corpus.heldout)} held out; "
-            f"{corpus.told() or 'all of them whole'}"
+            f"{corpus.left_out_text or 'all of them whole'}"
         )
         return corpus
 

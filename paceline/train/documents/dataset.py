@@ -80,8 +80,9 @@ class Corpus:
         """Number of different prompts to learn from; several answers to a prompt count once."""
         return len({document.prompt for document in self.train})
 
-    def told(self) -> str:
-        """Returns a text for the user with the numbers of answers that were left out or truncated, by reason; empty if
+    @property
+    def left_out_text(self) -> str:
+        """Text for the user with the numbers of answers that were left out or truncated, by reason; empty if
         there are no such answers."""
         counts = (
             (self.num_loops_cut, "cut where they repeat themselves"),
@@ -139,7 +140,7 @@ def key_hash(key: str) -> int:
 
 def nothing_left(corpus: Corpus) -> str:
     """Returns the error message for a corpus without training documents."""
-    counts = corpus.told()
+    counts = corpus.left_out_text
     text = "there are no answers to learn from: regenerate more, or raise the longest document (max_len)"
     return f"{text}; {counts}" if counts else text
 

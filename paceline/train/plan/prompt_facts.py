@@ -171,7 +171,7 @@ def _answers_text(config: TrainConfig) -> str:
     for read in read_documents(tagged(config.answers, config.prompting.tags), *options):
         counts.update(num_loops_cut=read.has_loop, num_cut=read.is_cut)
         number += 1
-    summary = Corpus([], [], **counts, dropped=dropped).told()
+    summary = Corpus([], [], **counts, dropped=dropped).left_out_text
     return f"{number} documents" + (f", {summary}" if summary else "")
 
 
