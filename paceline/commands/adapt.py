@@ -129,7 +129,9 @@ def adapt_log(
     """
     from paceline.loop.adapt.log import AdaptLog
 
-    lines = AdaptLog(state).lines()
+    lines, num_odd = AdaptLog(state).shown()
+    if num_odd:
+        say(f"left out: {num_odd} lines of {state / 'log.jsonl'} that are damaged")
     last = lines[-1]["hour"] if lines else 0
     for line in lines:
         if line["hour"] > last - hours:

@@ -11,10 +11,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from paceline.errors import CacheError, reraised
 from paceline.loop.adapt.decide.policy import Line, SeasonalPolicy
+from paceline.loop.adapt.traffic.drift import State
 from paceline.loop.adapt.traffic.hours import HOUR_S, Sums
 from paceline.loop.adapt.traffic.stored import FIRST_YEAR
 from paceline.runs.folder import RunFolder, append_lines, plain
@@ -44,6 +45,13 @@ class AdaptLog:
         """Number of event lines in the log that a restarted daemon ignores: those with a missing or damaged field, or
         an hour before 2020."""
         return sum("event" in line and not is_event(line) for line in self.lines())
+
+    def shown(self) -> tuple[list[dict[str, Any]], int]:
+        """Returns the lines that can be shown to users, and the number of others: those of events and hours with a
+        missing or damaged field."""
+        every = self.lines()
+        whole = [line for line in every if isinstance(line.get("time"), str) and (is_event(line) or is_hour(line))]
+        return whole, len(every) - len(whole)
 
     def append(self, line: dict[str, Any]) -> dict[str, Any]:
         """Append a line to the file; returns the line. If the file cannot be written, raises CacheError and remembers
@@ -96,9 +104,20 @@ def is_event(line: Mapping[str, Any]) -> bool:
     number, and its clusters a list of strings."""
     hour, cost, clusters = line.get("hour"), line.get("cost_hours"), line.get("clusters", [])
     return (
-        (type(hour) is int and hour >= FIRST_HOUR and isinstance(line["event"], str))
+        (type(hour) is int and hour >= FIRST_HOUR and isinstance(line.get("event"), str))
         and (cost is None or type(cost) in (int, float))
         and (isinstance(clusters, list) and all(isinstance(name, str) for name in clusters))
+    )
+
+
+def is_hour(line: Mapping[str, Any]) -> bool:
+    """True if a log line is a valid hour: with the state of each cluster, and the decision with its reasons."""
+    seen, decision = line.get("seen"), line.get("decision")
+    return (
+        (type(line.get("hour")) is int and "event" not in line and isinstance(seen, dict))
+        and all(isinstance(each, dict) and each.get("state") in get_args(State) for each in seen.values())
+        and (isinstance(decision, dict) and isinstance(decision.get("declined"), dict))
+        and {"action", "why"} <= decision.keys()
     )
 
 

@@ -14,6 +14,7 @@ from fake_servers import FakeServer, serving
 from played import NOW, Alarmed, Played, traffic, watcher
 from pyarrow import parquet
 
+from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.loop.adapt.traffic.stored import read_hours, read_requests, read_span
 from paceline.serve.admin.traces import SCHEMA
@@ -160,6 +161,30 @@ def test_odd_events_in_the_log_are_left_out_and_counted(tmp_path: Path) -> None:
     one.say, one._next = messages.append, None
     one.tick(NOW)
     assert any("left out 5 events" in each for each in messages)
+
+
+@pytest.mark.parametrize("words", [(), ("--page",)])
+def test_odd_lines_of_the_log_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """`adapt log` ended with KeyError or TypeError at any of them."""
+    event = {"hour": HOUR, "time": "2026-11-03T12:00Z", "event": "swapped", "why": "it is better"}
+    hour = {"hour": HOUR, "time": event["time"], "seen": {"tickets": {"state": "calm"}}}
+    hour |= {"decision": {"action": "none", "why": "nothing fell", "declined": {}}}
+    odd: list[Any] = [
+        {"event": "swapped"},
+        {**event, "hour": "noon"},
+        {"hour": HOUR, "event": "swapped"},
+        {"hour": HOUR},
+    ]
+    odd += [{**hour, "seen": {"tickets": {}}}, {**hour, "seen": 5}, {**hour, "decision": {}}, {**event, "event": 5}]
+    text = "".join(json.dumps(line) + "\n" for line in (event, *odd, hour))
+    (tmp_path / "log.jsonl").write_text(text)
+    app(["adapt", "log", "--state", str(tmp_path), *words], prog_name="paceline", standalone_mode=False)
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 2 and "swapped: it is better" in shown.out and "nothing fell" in shown.out
+    assert f"left out: {len(odd)} lines of {tmp_path / 'log.jsonl'} that are damaged" in shown.err
+    assert (tmp_path / "report.html").exists() == bool(words)
 
 
 def test_fewer_learning_rates_than_there_are_candidates(tmp_path: Path) -> None:
