@@ -235,15 +235,13 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
-    """Checks the token counts that the server reports. A wrong count of answer tokens is a fault. So is a wrong count
-    of prompt tokens if the server received the prompts as token ids.
+    """Checks the token counts that the server reports. An answer longer than requested is a fault, and so is a wrong
+    count of answer tokens, and of prompt tokens if the server received the prompts as token ids.
 
     `is_rendered_there`: True if the server encoded the prompts itself. A wrong count of prompt tokens is then "not
     judged", because the server may use another tokenizer or chat template."""
     reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
-    if not reported:
-        return Finding("usage", "not offered", "the server counts no tokens", figures)
     prompts = [usage for usage in reported if usage.prompt_reported != usage.prompt]
     if prompts:
         first = prompts[0]
@@ -252,6 +250,12 @@ def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
         if is_rendered_there:
             text += "; the server's template or tokenizer is another, so nothing else can be compared"
         return Finding("usage", "not judged" if is_rendered_there else "fault", text, figures)
+    longest = max(counted, key=lambda each: (each.answer or 0) - each.limit, default=None)
+    if longest and (longest.answer or 0) > longest.limit + 1:  # the end token may not count
+        text = f"an answer has {longest.answer} tokens, {longest.limit} were requested at most"
+        return Finding("usage", "fault", text, figures)
+    if not reported:
+        return Finding("usage", "not offered", "the server counts no tokens", figures)
     answers = [usage for usage in reported if not _counts_right(usage)]
     if answers:
         first = answers[0]

@@ -116,9 +116,11 @@ class Auditor:
         bar, reading = self.progress.bar("scoring", len(by_prompt)), contextlib.closing(ForcedReader(self.llm.target))
         with bar as advance, reading as reader:
             for prompt, known in sorted(by_prompt.items()):
+                prompt_ids = self.endpoint.prompt_ids(prompt)
+                room = self.llm.target.cache.max_len - len(prompt_ids)  # a faulty server ignores max_tokens
                 for answer in known:
-                    tokens = answer.token_ids or []
-                    logits_TV = logits_of(reader, self.endpoint.prompt_ids(prompt), tokens)
+                    tokens = (answer.token_ids or [])[:room]
+                    logits_TV = logits_of(reader, prompt_ids, tokens)
                     scores = scores_of(logits_TV, tokens, temperature, top_p, tie)
                     draws.append(Draw(prompt, tuple(tokens), scores))
                     if temperature == 1 and top_p == 1 and answer.logprobs:

@@ -18,10 +18,13 @@ from small_llm import tiny_model
 
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
+from paceline.loop.audit.answers import AnswerReader, ServerAnswer
 from paceline.loop.audit.config import AuditConfig
-from paceline.loop.audit.run import Audited, audit
+from paceline.loop.audit.endpoint import AuditPrompt, Endpoint, Request
+from paceline.loop.audit.run import Audited, Auditor, audit
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.net.streaming import Client
+from paceline.report.tables import Progress
 
 __all__ = ["fixed_seeds"]
 
@@ -78,6 +81,18 @@ def test_our_own_server_passes(url: str, model: Path, tmp_path: Path) -> None:
     assert report["verdict"] == "honest" and len(report["tests"]) > 20
     page = (tmp_path / "report.html").read_text()
     assert "No fault found" in page and "<svg" in page and "surprisal" in page
+
+
+def test_answers_longer_than_requested_are_scored_as_far_as_they_fit(model: Path) -> None:
+    """A server that ignored max_tokens ended the audit with an error of the model's cache."""
+    llm = LLM(str(model), drafter="none", max_len=64, max_batch=1, dtype="float32")
+    prompt = AuditPrompt((5, 6), "", (5, 6), None)
+    with contextlib.closing(Client("http://127.0.0.1:9")) as client:
+        endpoint = Endpoint(client, "model", [prompt], AnswerReader(llm.tokenizer))
+        auditor = Auditor(llm, endpoint, SMALL, Progress())
+        answer = ServerAnswer("", "length", [7] * 300, None, 2, 300)
+        (draw,) = auditor.scored([(Request(0, 1.0, 12), answer)], 1.0)
+    assert draw.tokens == (7,) * 62 and len(draw.scores.nll_T) == 62
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,9 @@ def test_stop_strings() -> None:
         (Usage(5, 5, 8, 7, 8, "length"), "fault"),
         (Usage(5, 5, 9, 9, 8, "length"), "fault"),
         (Usage(5, 5, 4, 6, 8, "stop"), "fault"),
+        (Usage(5, None, 9, None, 8, "stop"), "not offered"),  # with the end token
+        (Usage(5, None, 10, None, 8, "stop"), "fault"),
+        (Usage(5, 5, 300, 8, 8, "length"), "fault"),
     ],
 )
 def test_counts(counted: Usage, outcome: str) -> None:
@@ -139,6 +142,7 @@ def test_counts(counted: Usage, outcome: str) -> None:
 
 def test_another_prompt_is_nothing_to_compare() -> None:
     assert checks.usage([Usage(5, 6, 8, 8, 8, "length")], True).outcome == "not judged"
+    assert checks.usage([Usage(5, 6, 300, 300, 8, "length")], True).outcome == "not judged"
 
 
 def test_verdicts() -> None:
