@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.errors import PromptError
 from paceline.model.text.tokenizer import REPLACEMENT, Tokenizer
 
 
@@ -72,7 +73,10 @@ class AnswerReader:
     ) -> list[int] | None:
         if ids is not None:
             return ids if ids and max(ids) < self._tokenizer.vocab_size else None
-        encoded = self._tokenizer.encode(text, add_special_tokens=False) if text else []
+        try:
+            encoded = self._tokenizer.encode(text, add_special_tokens=False) if text else []
+        except PromptError:  # half a surrogate pair
+            return None
         if names is not None:
             tokens = self._named_ids(names, encoded)
         else:
@@ -115,7 +119,7 @@ def _names_and_logprobs(logprobs: Any) -> tuple[list[str] | None, list[float] | 
     if not isinstance(logprobs, dict):
         return None, None
     if isinstance(content := logprobs.get("content"), list):
-        return [entry["token"] for entry in content], [float(entry["logprob"]) for entry in content]
+        return [str(entry["token"]) for entry in content], [float(entry["logprob"]) for entry in content]
     names, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
     if not isinstance(names, list) or not isinstance(values, list) or len(names) != len(values):
         return None, None

@@ -122,7 +122,7 @@ class Endpoint:
     def _answer(self, stream: Stream, request: Request) -> ServerAnswer | None:
         answer = None
         if stream.status == 200:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 answer = self.reader.read(json.loads(stream.body), request.stop is not None)
         if answer is None:
             self.failures.append(f"status {stream.status}: {error_text(stream.body)}")

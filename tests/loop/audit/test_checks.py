@@ -186,6 +186,8 @@ def test_tokens_of_an_answer(model: Path) -> None:
     assert ids(response(text="ab", finish_reason="stop")) == [one, two, end]
     assert ids(response(text="ab", finish_reason="stop"), has_stop=True) == [one, two]
     assert ids(response(text="\ufffd", logprobs={"tokens": ["\ufffd"], "token_logprobs": [-1]})) is None
+    assert ids(response(text="half \ud83d")) is None  # it ended the audit with a PromptError
+    assert ids(response(text="ab", logprobs={"content": [{"token": ["a"], "logprob": -1}] * 2})) is None  # a TypeError
     assert reader.read({"choices": []}, False) is None and reader.read("no", False) is None
 
 
