@@ -126,7 +126,14 @@ class _Stages:
             settings["teaching"].pop(name)
         for part in ("out", "gate"):
             settings.pop(part)
-        return opened_run(self.config.out, "distill", settings)
+        folder = opened_run(self.config.out, "distill", settings)
+        if (before := self._before(ACCEPTED)).is_dir() and not (self.config.out / ACCEPTED).exists():
+            before.rename(self.config.out / ACCEPTED)  # the run was killed while it replaced this student
+        return folder
+
+    def _before(self, name: str) -> Path:
+        """Returns the folder of an earlier student while it is replaced."""
+        return self.config.out / f".{name}-before"
 
     def _answers(self) -> list[Path]:
         config = self.config
@@ -235,7 +242,7 @@ class _Stages:
     def _rename(self, passed: bool, folder: Path, gguf: Path | None) -> tuple[Path, Path | None]:
         """Renames the candidate to `student`, or to `refused`, replacing an earlier one of that name."""
         name, out = ACCEPTED if passed else REFUSED, self.config.out
-        before = out / f".{name}-before"
+        before = self._before(name)
         with reraised(CacheError, f"cannot write {out / name}", "free space", OSError):
             shutil.rmtree(before, ignore_errors=True)
             if (out / name).is_dir():

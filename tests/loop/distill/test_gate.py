@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from small_llm import EOS, Parrot, fake_llm
 
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.loop.distill.config import GateConfig, TeachingConfig
+from paceline.loop.distill.config import DistillConfig, GateConfig, TeachingConfig
 from paceline.loop.distill.corpus import few_a_prompt
 from paceline.loop.distill.gate import GateInputs, agreement, answers, json_object, same_fields
 from paceline.loop.distill.reading import AnswerLogprobs
-from paceline.report.tables import Progress
+from paceline.loop.distill.run import _Stages
+from paceline.report.tables import Progress, ignore
+from paceline.runs.stopping import Stop
 from paceline.train.documents.dataset import Document
 
 
@@ -75,6 +80,34 @@ def test_one_held_out_prompt_decides_nothing() -> None:
     with pytest.raises(ConfigError, match="max_heldout must be at least 6"):
         TeachingConfig(max_heldout=1)
     assert TeachingConfig(max_heldout=6).max_heldout == 6
+
+
+def test_a_student_that_was_being_replaced_when_the_run_was_killed_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the next run refuses its own student, the earlier one was in no folder that anybody knows."""
+    out = tmp_path / "run"
+    stages = _Stages(DistillConfig(out, EngineConfig(str(tmp_path))), (), Progress(), Stop(ignore), None)
+    stages._open()
+    for name in ("student", "candidate"):
+        (out / name).mkdir()
+        (out / name / "name").write_text(name)
+    rename = Path.rename
+
+    class Killed(BaseException):
+        """Stands for SIGKILL."""
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name == "candidate":
+            raise Killed
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(Killed):
+        stages._rename(True, out / "candidate", None)
+    assert not (out / "student").exists()
+    stages._open()
+    assert (out / "student" / "name").read_text() == "student"
 
 
 def answers_of(answer: str, expected: str) -> tuple[bool, str, dict]:
