@@ -21,7 +21,7 @@ from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.decide.members import others, scores, serving
 from paceline.loop.adapt.gate.lineage import Lineage
 from paceline.loop.adapt.gate.retrain import write_window
-from paceline.loop.adapt.log import AdaptLog, hour_line, rebuilt
+from paceline.loop.adapt.log import AdaptLog, hour_line, is_event, rebuilt
 from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.rollout.canary import Canary
 from paceline.loop.adapt.rollout.stage import ON_SERVER, Stage, read_stage, word_of
@@ -82,13 +82,22 @@ class Watcher(Steps):
                 odd = f"{num_odd} events of {self.log.file} that have no hour since 2020, or are damaged"
                 self.say(f"adapt: left out {odd}")
             rebuilt(self.policy, hours, self.log, over)
-            self.policy.is_training = self.stage is not None and self.stage.trains
+            self._resume_training()
             self._next = over
         if over > self._next:
             hours, left_out = self._seen(over, self._next, now)
             for number in range(max(self._next, over - 7 * 24), over):
                 self._next = number + 1  # also after an error: the policy has the hour by then
                 self._hour(number, hours.get(number, {}), left_out, now)
+
+    def _resume_training(self) -> None:
+        """Correct the restored policy: a training whose stage was not saved, because the daemon was killed before that,
+        does not go on, and what it was proposed for may be proposed again."""
+        policy, is_lost = self.policy, self.policy.is_training and self.stage is None
+        policy.is_training = self.stage is not None and self.stage.trains
+        if is_lost:
+            trainings = [line for line in self.log.lines() if is_event(line) and line["event"] == "training"]
+            policy.proposed -= set(trainings[-1].get("clusters", ()))
 
     def _seen(self, over: int, since: int, now: float) -> tuple[Mapping[int, Mapping[str, Sums]], Mapping[str, int]]:
         """Read the completed hours [since, over), and the counts of what was left out."""

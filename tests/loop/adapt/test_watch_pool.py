@@ -168,6 +168,31 @@ class TestPropose:
         one = self.proposed(tmp_path, server)
         assert events(one) == ["told"] and "--route auto" in one.log.lines()[-1]["why"]
 
+    @pytest.mark.parametrize("is_saved", [False, True])
+    def test_a_proposal_is_not_lost_when_the_daemon_is_killed(
+        self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, is_saved: bool
+    ) -> None:
+        """Killed between log and state, it had been proposed for ever, and nothing trained."""
+
+        class Killed(BaseException):
+            """Stands for SIGKILL."""
+
+        def killed(self: Watcher, now: float) -> None:
+            raise Killed
+
+        traffic(tmp_path)
+        one = watcher(tmp_path, server, Played(), policy=Deciding(Decision("propose", ("tickets",))))
+        monkeypatch.setattr(Watcher, "_advance" if is_saved else "_look", killed)
+        with pytest.raises(Killed):
+            one.tick(NOW)
+        assert events(one) == ["training"] and one.policy.proposed == {"tickets"}
+        monkeypatch.undo()
+        again = watcher(tmp_path, server, Played(), policy=SeasonalPolicy())
+        again._next = None
+        again._hours(NOW)
+        assert again.policy.proposed == ({"tickets"} if is_saved else set())
+        assert again.policy.is_training == (again.stage is not None) == is_saved
+
     @pytest.mark.slow
     def test_what_comes_while_another_runs_is_decided_again(self, tmp_path: Path, server: FakeServer) -> None:
         traffic(tmp_path)
