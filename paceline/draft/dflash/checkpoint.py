@@ -71,7 +71,7 @@ def read_stored(folder: Path | str) -> StoredDrafter:
         return StoredDrafter(config, tensors, within, others, "gguf")
     raw = read_json(folder / "config.json")
     form = "speculators" if "speculators_model_type" in raw else "z-lab"
-    config = DFlashConfig.from_json(speculators.to_z_lab(raw, folder) if form == "speculators" else raw, folder)
+    config = config_of(raw, folder)
     file = weights_file(folder)
     stored = read_packed(file, config.vocab_size) if file.name == PACKED else dict(load_tensors(folder))
     tensors, within, others = vocabulary.split(stored, folder)
@@ -94,6 +94,12 @@ def read_stored(folder: Path | str) -> StoredDrafter:
         if what:
             log.warning("%s: not read, as nothing here knows what to do with it: %s", folder, ", ".join(what))
     return StoredDrafter(config, tensors, within, others, form, unread)
+
+
+def config_of(raw: dict[str, Any], folder: Path) -> DFlashConfig:
+    """Parses the config.json `raw` of a drafter's folder, in z-lab's format or in that of `speculators`. Raises
+    UnsupportedModelError if the format or architecture is not supported, ModelFileError for an invalid key."""
+    return DFlashConfig.from_json(speculators.to_z_lab(raw, folder) if "speculators_model_type" in raw else raw, folder)
 
 
 def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:

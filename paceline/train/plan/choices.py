@@ -185,13 +185,14 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
 
 def _stored_config(init: str, target_name: str) -> DFlashConfig | None:
     """Returns the config of the drafter that --init names, or None if it is not DFlash. Needs PyTorch."""
-    from paceline.draft.dflash.config import DFlashConfig, is_dflash
+    from paceline.draft.dflash.checkpoint import config_of
+    from paceline.draft.dflash.config import is_dflash
     from paceline.model.checkpoint import read_json
     from paceline.train.learn.initial_weights import init_folder
 
     folder = init_folder(init, target_name)
     raw = {} if folder is None else read_json(folder / "config.json")
-    return DFlashConfig.from_json(raw) if is_dflash(raw) else None
+    return config_of(raw, folder) if folder is not None and is_dflash(raw) else None
 
 
 def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
