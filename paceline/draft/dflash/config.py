@@ -96,6 +96,11 @@ class DFlashConfig:
     """Parameters of noise-aware drafting, from the key `paceline` of config.json."""
 
     @property
+    def kind(self) -> str:
+        """Drafting method: dflash, dflash2 or dspark."""
+        return "dflash2" if self.second else "dspark" if self.markov else "dflash"
+
+    @property
     def has_own_width(self) -> bool:
         """True if the drafter's hidden size differs from its target's."""
         return self.target_hidden_size != self.shape.hidden_size

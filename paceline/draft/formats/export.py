@@ -114,7 +114,6 @@ def _as_speculators(
 ) -> list[str]:
     config, left_out = stored.config, list[str]()
     _check_sayable(config)
-    kind = "dflash2" if config.second else "dspark" if config.markov else "dflash"
     vocab_size = config.vocab_size or 0
     ids, head_VD = stored.vocabulary
     if config.second and ids is not None:
@@ -136,7 +135,7 @@ def _as_speculators(
         "draft_vocab_size": vocab_size if ids is None else len(ids),
     }
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    raw = speculators.from_z_lab(config.raw, kind, settings, verifier, dtype)
+    raw = speculators.from_z_lab(config.raw, config.kind, settings, verifier, dtype)
     write_checkpoint(out, raw, speculators.with_their_names({**tensors, **stored.others}, ids))
     if not verifier.get("name_or_path") and not raw["speculators_config"]["verifier"].get("name_or_path"):
         left_out.append(
