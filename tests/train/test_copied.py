@@ -188,12 +188,13 @@ def test_a_drafter_with_biases_is_served_as_it_was_trained(tmp_path: Path) -> No
     assert answers[0] == answers[1]
 
 
-def test_a_continued_drafter_may_draft_longer_blocks_and_attend_to_less(tmp_path: Path) -> None:
-    """No weight depends on block size and window. Without --block-size and --sliding-window they stay the drafter's."""
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_continued_drafter_may_draft_longer_blocks_and_attend_to_less(is_causal: bool, tmp_path: Path) -> None:
+    """No weight depends on block size and window. Without --block-size and --sliding-window they stay the drafter's.
+    A causal drafter stays causal; --sliding-window made it attend both ways."""
     target = tiny_target(num_rows=1)
-    drafter = DFlashNetwork.random(
-        DFlashConfig.from_json(new_config(32, 11, 6, num_layers=1, block_size=4, head_dim=8))
-    )
+    raw = new_config(32, 11, 6, num_layers=1, block_size=4, head_dim=8, is_causal=is_causal)
+    drafter = DFlashNetwork.random(DFlashConfig.from_json(raw))
     DFlashDrafter(drafter).save(tmp_path)
     shapes = DrafterShape(), DrafterShape(block_size=16, sliding_window=256)
     for shape, expected in zip(shapes, (4, 16), strict=True):
@@ -201,6 +202,6 @@ def test_a_continued_drafter_may_draft_longer_blocks_and_attend_to_less(tmp_path
         initial = initial_drafter(config, target, None)
         read = initial.network.config
         assert initial.drafter.raw["block_size"] == read.block_size == expected
-        assert (read.shape.window(0), read.is_causal) == (shape.sliding_window, (False,))
+        assert (read.shape.window(0), read.is_causal) == (shape.sliding_window, (is_causal,))
         weights = initial.network.state_dict()
         assert all(torch.equal(weights[name], value) for name, value in drafter.state_dict().items())

@@ -243,7 +243,8 @@ def network_for(
         config, tensors = stored.config, stored.tensors
         check_fit(config, target, *(stored.vocabulary if config.has_own_width else ALL_TOKENS))
         changed = {} if block_size is None else {"block_size": block_size}
-        changed |= {} if window is None else window_keys(window, config.shape.num_layers)
+        if window is not None:
+            changed |= window_keys(window, config.shape.num_layers) | {"is_causal": all(config.is_causal)}
         config = DFlashConfig.from_json(config.raw | changed)
         if config.from_anchor:
             raise ConfigError(
