@@ -202,8 +202,8 @@ def test_prompts_that_are_learned_from_are_not_out_of_distribution(tmp_path: Pat
 
 
 def test_held_out_prompts_that_the_drafter_of_init_may_know_are_noted(tmp_path: Path) -> None:
-    """Those with the smallest hashes are held out, as many as the number of prompts asks for: a run on ten times as
-    many learns from most of those that a run on fewer holds out."""
+    """The prompts with the smallest hashes are held out, a share of all prompts. So a run on ten times as many prompts
+    learns from most of those that the smaller run held out."""
     few, many = (heldout_prompts([f"p{n}@0" for n in range(number)], 0.02, 128, 16) for number in (100, 1000))
     assert len(few - many) > len(few) / 2
     rows = [Answer(f"p{n}@0", "", 0, 0.0, [65, n], [70, 71, 72, n], "stop", "") for n in range(40)]
