@@ -28,7 +28,7 @@ from paceline.loop.store.folder import Store
 from paceline.loop.store.split import SIDES
 from paceline.runs.ranks import Ranks
 from paceline.train.answers.run_identity import identity
-from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
+from paceline.train.config import PromptsConfig, RegenerateConfig
 from paceline.train.documents.dataset import answers_of
 
 NUMBERS = {"acme": 30, "globex": 12, None: 7}
@@ -111,8 +111,8 @@ def test_train_plans_with_the_rows_of_a_tag(tmp_path: Path, traces: Path, untagg
             paceline(*TINY, "--out", run, source, traces, "--tag", "other")
         with pytest.raises(ConfigError, match="has no column tag"):
             paceline(*TINY, "--out", run, source, untagged, "--tag", "acme")
-    with pytest.raises(ConfigError, match="--tag needs --prompts or --answers"):
-        TrainConfig(prompting=PromptsConfig(tags=("acme",)))
+    with pytest.raises(ConfigError, match="--tag means nothing without prompts or answers of traces"):
+        paceline("train", "--dry-run", "--tag", "acme")
 
 
 @pytest.mark.slow

@@ -320,10 +320,10 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 
 
 @contextlib.contextmanager
-def named(names: dict[str, str], also: str = "") -> Iterator[None]:
+def named(names: dict[str, str], also: str = r"^\w+(?= means nothing | is .*, but )|") -> Iterator[None]:
     """Context manager that replaces field names by option names in the messages of PacelineErrors. `names`: field ->
-    option. A name without an underscore is not replaced, because it may be an ordinary word; nor is a name in a file
-    path. `also`: regular expression that ends in "|"; a name that it matches is replaced in any case."""
+    option. Names in file paths are not replaced, nor those without an underscore, which may be ordinary words, unless
+    the regular expression `also`, which ends in "|", matches them."""
     try:
         yield
     except PacelineError as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.report.tables import Progress
 from paceline.train.config import RegenerateConfig, TrainConfig
+from paceline.train.unused_settings import check_prompts
 
 if TYPE_CHECKING:
     from paceline.train.answers.conversation import Regenerated
@@ -32,9 +33,10 @@ def train(config: TrainConfig, *, progress: Progress | None = None) -> TrainResu
 
 def regenerate(config: RegenerateConfig, *, progress: Progress | None = None) -> Regenerated:
     """Has the target answer prompts and writes the answers to the folder `config.out`; existing answers are not
-    generated again. Returns counts. Raises ConfigError if the folder holds a run with other settings or is in use by
-    another run, PromptError for unreadable or unusable prompts, CacheError for disk errors, NumericsError if the model
-    fails on a prompt."""
+    generated again. Returns counts. Raises ConfigError for a setting without effect, or if the folder holds a run with
+    other settings or is in use by another run, PromptError for unreadable or unusable prompts, CacheError for disk
+    errors, NumericsError if the model fails on a prompt."""
+    check_prompts(config.prompting)
     from paceline.train.answers.on_ray import run
 
     return run(config, progress or Progress())

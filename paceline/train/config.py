@@ -57,10 +57,13 @@ class AnswerConfig:
     def __post_init__(self) -> None:
         check(self)
         self.template_variables()
-        distinct = {f"{temperature:g}" for temperature in self.temperatures}
-        is_repeated = len(distinct) < len(self.temperatures)
-        repeated = f"temperatures must differ from each other, unlike {self.temperatures}"
-        refuse(ConfigError, (not self.temperatures, "give at least one temperature"), (is_repeated, repeated))
+        num_distinct = len({f"{temperature:g}" for temperature in self.temperatures})
+        refuse(
+            ConfigError,
+            (not self.temperatures, "give at least one temperature"),
+            (num_distinct < len(self.temperatures), f"temperatures must differ, unlike {self.temperatures}"),
+            (self.samples > 1 and not any(self.temperatures), "samples above 1 need a temperature above 0: give one"),
+        )
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
 
@@ -148,8 +151,14 @@ class RemoteConfig:
         for name in ("answers_from", "features_from"):
             has_both = self.ray is not None and getattr(self, name) is not None
             refuse(ConfigError, (has_both, f"ray and {name} both say who runs the target: leave one out"))
-        is_apart = self.ray_workers is not None and self.ray is None
-        refuse(ConfigError, (is_apart, "ray_workers needs ray: give its address"))
+        refuse(
+            ConfigError,
+            (self.ray_workers is not None and not self.ray, "ray_workers needs ray: give its address"),
+            (bool(self.features_folder) and not self.features_from, "features_folder needs features_from: give it"),
+        )
+        for name in () if self.answers_from or self.features_from else ("served_name", "at_once", "patience_minutes"):
+            if getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise ConfigError(f"{name} means nothing without a server, such as answers_from: leave it out")
 
     @property
     def answers_at(self) -> str | None:
@@ -329,7 +338,7 @@ class DrafterShape(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """All settings of a drafter's training, the argument of `train`."""
 
     out: Path = Path("runs/train")
@@ -381,15 +390,6 @@ class TrainConfig:
     given: tuple[str, ...] | None = None
     """Fields that the user gave, such as shape.num_layers; no plan changes them. None: all that differ from
     defaults."""
-
-    def __post_init__(self) -> None:
-        check(self)
-        is_stored = self.features in ("auto", "cached") and self.feature_dtype == "model"
-        keeper = "ray" if self.remote.ray is not None else "shared_features" if self.shared_features else ""
-        states = "keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
-        is_apart = bool(self.prompting.tags) and not (self.prompting.prompts or self.answers)
-        needs = "--tag needs --prompts or --answers: traces"
-        refuse(ConfigError, (bool(keeper) and not is_stored, f"{keeper} {states}"), (is_apart, needs))
 
     def is_given(self, name: str) -> bool:
         """Returns True if the user set the field `name`, such as "shape.num_layers". A plan may change only the other

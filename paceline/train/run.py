@@ -85,13 +85,14 @@ class TrainResult:
 
 def run(config: TrainConfig, progress: Progress) -> TrainResult:
     """Trains a drafter; the implementation of `paceline.train.train`."""
+    chosen = for_chains(config)  # first: it refuses settings without effect
     _check_inputs(config)
     ranks = Ranks.here()
     with (
         only_run(config.out, "training", ranks, progress.say),
         process_group(ranks, config.target.device, config.step_timeout_minutes) as wait,
     ):
-        config = _planned(at_scale(for_chains(config), ranks), ranks, wait, progress if ranks.is_first else Progress())
+        config = _planned(at_scale(chosen, ranks), ranks, wait, progress if ranks.is_first else Progress())
         with stopped_by_signal(progress.say if ranks.is_first else Progress().say) as stop:
             return _Stages(config, ranks, wait, progress, stop).run()
 

@@ -29,7 +29,7 @@ RUN_FILE = "run.yaml"
 TRAINED = "trained.json"
 """File of a finished run: steps, blocks, eal, loss, and "prompts", the number of different prompts learned from."""
 OWN_SIZES = ("num_layers", "intermediate_size", "num_heads", "num_kv_heads", "block_size", "num_taps", "tap_layers")
-OWN_SIZES += ("attention_bias", "is_causal", "mask_token_id")
+OWN_SIZES += ("attention_bias", "is_causal", "mask_token_id", "start", "eagle_version", "selector_rank", "codebooks")
 """Fields of DrafterShape that a drafter in `TrainConfig.init` keeps, whatever they are in a run's settings."""
 LEFT_OUT = {"given"}
 """Fields of TrainConfig that are not written to run.yaml."""
@@ -52,8 +52,8 @@ def as_tree(config: TrainConfig) -> dict[str, Any]:
     since `init` determines them."""
     tree = _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
     if config.init is not None:
-        own = (*OWN_SIZES, "draft_vocab") if config.shape.is_chained else OWN_SIZES
-        for name in own:
+        methods = {"dflash": ("kind",), "eagle3": ("draft_vocab",), "mtp": ("draft_vocab",)}
+        for name in (*OWN_SIZES, *methods.get(config.shape.kind, ())):
             if not config.is_given(f"shape.{name}"):
                 tree["shape"].pop(name, None)
     return tree

@@ -95,7 +95,7 @@ def test_a_dflash_2_drafter_does_not_become_one(tmp_path: Path) -> None:
     raw, network = network_for(tiny_decoder(), "none", DrafterShape(**SMALL, kind="dflash2", selector_rank=6), None, 3)
     weights = materialised(network.state_dict(), embedding(tiny_decoder()))
     write_checkpoint(tmp_path / "second", raw, network_of(network.config, weights).state_dict())
-    with pytest.raises(ConfigError, match="a DFlash 2 drafter cannot become one"):
+    with pytest.raises(ConfigError, match="a dflash2 drafter cannot become one"):
         network_for(tiny_decoder(), "none", DrafterShape(**SMALL, **SPARK), tmp_path / "second", 0)
 
 

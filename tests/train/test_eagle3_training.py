@@ -191,7 +191,7 @@ def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path) -> None:
     ("shape", "loop", "message"),
     [
         ({"start": "copied"}, {}, "start copied is not implemented"),
-        ({"sliding_window": 4}, {}, "sliding_window means nothing for an eagle3 drafter"),
+        ({"sliding_window": 4}, {}, "sliding_window means nothing for eagle3 drafters"),
         ({}, {"gradient_checkpointing": True}, "gradient_checkpointing is not implemented"),
         ({}, {"loss": LossConfig("ce", vocab=50)}, "the loss vocabulary means nothing"),
     ],

@@ -55,8 +55,8 @@ def ask(
 ) -> RegenerateConfig:
     """`patience`: in minutes."""
     target = EngineConfig(str(model), device="cpu", dtype="float32")
-    elsewhere = RemoteConfig(answers_from=url, patience_minutes=patience, **more)
-    return RegenerateConfig(out, target, PromptsConfig((file,)), config, 4, elsewhere)
+    elsewhere = RemoteConfig(answers_from=url, patience_minutes=patience, **more) if url else RemoteConfig()
+    return RegenerateConfig(out, target, PromptsConfig((file,)), config, remote=elsewhere)
 
 
 def in_words(tokenizer: Any) -> Any:
@@ -238,6 +238,12 @@ def test_a_longer_answer_than_the_limit_is_refused_and_not_retried(fake: Elsewhe
     with pytest.raises(client_module.Refused, match="status 413: the answer has more than 99 bytes"):
         client.bytes("GET", "/v1/models", None, 99)
     assert paths == 2 * ["/v1/models"]
+
+
+def test_the_local_batch_size_is_refused_next_to_a_server(tmp_path: Path) -> None:
+    config = replace(ask(tmp_path, tmp_path, "p.jsonl", "http://127.0.0.1:9"), max_batch=4)
+    with pytest.raises(ConfigError, match="max_batch means nothing for answers_from, whose requests at_once limits"):
+        remote_target_of(config)
 
 
 def test_likely_tokens_are_not_asked_of_another_server(tmp_path: Path) -> None:

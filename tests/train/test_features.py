@@ -37,6 +37,7 @@ from paceline.train.features.hidden_states import CachedFeatures, Features, Onli
 from paceline.train.features.on_ray import mark_of_target, stored_features
 from paceline.train.features.quantised import Int8
 from paceline.train.features.sources import Sources
+from paceline.train.plan.choices import for_chains
 from paceline.train.processes import agreement
 from paceline.train.tiny import write_tiny_target
 
@@ -333,4 +334,4 @@ def test_processes_with_model_caches_of_their_own_share_files(tmp_path: Path, mo
 @pytest.mark.parametrize("options", [{"feature_dtype": "int8"}, {"features": "online"}, {"features": "streamed"}])
 def test_what_is_not_stored_as_computed_is_not_shared(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="shared_features"):
-        TrainConfig(shared_features=Path("a"), **options)
+        for_chains(TrainConfig(shared_features=Path("a"), **options))

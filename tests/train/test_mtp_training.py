@@ -276,8 +276,8 @@ def test_only_a_new_layer_s_first_logits_are_scaled(folder_of: Folder) -> None:
 @pytest.mark.parametrize(
     ("shape", "loop", "message"),
     [
-        ({"draft_vocab": 100}, {}, "draft_vocab means nothing for an mtp drafter"),
-        ({"intermediate_size": 64}, {}, "intermediate_size means nothing for an mtp drafter"),
+        ({"draft_vocab": 100}, {}, "draft_vocab means nothing for mtp drafters"),
+        ({"intermediate_size": 64}, {}, "intermediate_size means nothing for mtp drafters"),
         ({"num_layers": 2}, {}, "num_layers above 1 is not implemented for mtp"),
         ({}, {"gradient_checkpointing": True}, "gradient_checkpointing is not implemented for mtp"),
     ],
@@ -330,5 +330,6 @@ def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
         "Drafts 3 tokens a round" in card and "One multi-token-prediction layer, in the layout of DeepSeek-V3" in card
     )
     answers = (result.run / "regenerate" / "answers",)
-    again = train(replace(config, out=tmp_path / "again", answers=answers, init=str(result.drafter), heldout_share=0.0))
+    config = replace(config, out=tmp_path / "again", answers=answers, init=str(result.drafter), heldout_share=0.0)
+    again = train(replace(config, shape=DrafterShape(kind="mtp")))
     assert MtpDrafter.from_folder(again.drafter).layer.config == drafter.layer.config

@@ -36,6 +36,7 @@ from paceline.train.config import (
     TrainConfig,
 )
 from paceline.train.features import on_ray as ray_features
+from paceline.train.plan.choices import for_chains
 from paceline.train.processes import ray_cluster as on_ray
 from paceline.train.processes.ray_cluster import Job, Share, Work, Worker, connected, distributed
 
@@ -272,7 +273,7 @@ class TestWithoutACluster:
     @pytest.mark.parametrize("changes", [{"features": "streamed"}, {"features": "online"}, {"feature_dtype": "int8"}])
     def test_hidden_states_are_kept(self, changes: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match="ray keeps hidden states on disk"):
-            TrainConfig(remote=RAY, **changes)
+            for_chains(TrainConfig(remote=RAY, **changes))
 
     def test_a_training_has_its_answers_from_the_cluster(
         self, regenerate_config: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

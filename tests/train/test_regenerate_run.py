@@ -285,12 +285,21 @@ def test_rows_left_out_are_told_and_logged(
     assert figures["rows_dropped"] == {"malformed": 1, "not JSON": 1}
 
 
-def test_openers_without_self_written_prompts_are_noted(
-    tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("has_prompts", "options", "message"),
+    [
+        (True, {"openers": Path("openers.txt")}, "openers means nothing without self_written prompts"),
+        (False, {"limit": 5}, "limit means nothing without prompts to read"),
+        (False, {"strict": True}, "strict means nothing without prompts to read"),
+        (False, {"tags": ("acme",)}, "tags means nothing without prompts to read"),
+    ],
+)
+def test_settings_of_prompts_that_select_nothing_are_refused(
+    has_prompts: bool, options: dict[str, Any], message: str, tmp_path: Path, talking: list[EngineConfig]
 ) -> None:
-    (tmp_path / "openers.txt").write_text("How do I\n")
-    regenerate(ask(tmp_path / "run", questions(tmp_path), openers=tmp_path / "openers.txt"))
-    assert "note: openers have no effect" in capsys.readouterr().err
+    """--limit 5 without --prompts let the target write a thousand prompts."""
+    with pytest.raises(ConfigError, match=message):
+        regenerate(ask(tmp_path / "run", *([questions(tmp_path)] if has_prompts else []), **options))
 
 
 @pytest.mark.slow

@@ -90,6 +90,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
         (("--tap-layers", "2,99"), "--tap-layers: the target has layers 0 to 5"),
         (("--tap-layers", "2,2"), "--tap-layers names a layer twice"),
         (("--tap-layers", "2,99", "--drafter-kind", "eagle3"), "--tap-layers: the target has layers 0 to 5"),
+        (("--taps", "3", "--tap-layers", "1,2"), "--taps is 3, but --tap-layers names 2 layers: leave one out"),
         (("--mask-token", "260"), "--mask-token 260: the target has tokens 0 to 259"),
         (("--heads", "3", "--kv-heads", "2"), "3 query heads over 2 key heads do not divide evenly"),
         (("--init", "dflash"), "--init .*dflash: hidden size: the drafter says 32, the target has 64"),

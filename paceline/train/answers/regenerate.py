@@ -103,7 +103,7 @@ def prepared(
     engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
     is_extended = check_same_run(config.out, what, settings)
-    openers = _openers(config, progress)
+    openers = _openers(config)
     mixture = read_mixture(config.prompting, config.answering.seed, progress.say if ranks.is_first else ignore)
     with only_run(config.out, "answering", ranks, progress.say):
         folder = RunFolder(config.out)
@@ -149,12 +149,10 @@ def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
     return replace(engine, threads=target.threads or 1)
 
 
-def _openers(config: RegenerateConfig, progress: Progress) -> tuple[str, ...]:
+def _openers(config: RegenerateConfig) -> tuple[str, ...]:
     """Returns beginnings of self-written prompts; one in four is empty, so the target writes the whole prompt."""
     if config.prompting.openers is None:
         return ("",)
-    if not config.prompting.num_self_written:
-        progress.say("note: openers have no effect without self-written prompts")
     texts = read_openers(config.prompting.openers)
     return ("",) * max(1, len(texts) // 3) + texts
 

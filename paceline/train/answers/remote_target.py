@@ -102,6 +102,8 @@ def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | Non
         raise ConfigError(NO_GRAMMAR)
     if config.answering.top_k:
         raise ConfigError("answers_from: what servers tell of likely tokens is cut and rounded: leave top_k out")
+    if config.max_batch != RegenerateConfig(config.out).max_batch:
+        raise ConfigError("max_batch means nothing for answers_from, whose requests at_once limits: leave it out")
     client = Client(where.answers_from, "answers_from", 60 * where.patience_minutes)
     return RemoteLLM(_tokenizer(config), client, where.served_name, where.at_once)
 

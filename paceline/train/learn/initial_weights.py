@@ -259,7 +259,7 @@ def network_for(
         network = DFlashNetwork.random(config, seed)
         if shape.is_copied:
             copy_layers(network, load_tensors(resolve(target_name)), getattr(target, "config", None))
-    if (shape.kind == "dflash2" and config.second is None) or (shape.kind == "dspark" and config.markov is None):
+    if shape.kind not in ("dflash", config.kind):
         return _extended({**raw, "vocab_size": target.vocab_size}, network, shape, seed)
     return raw, network
 
@@ -268,14 +268,16 @@ def _extended(
     raw: dict[str, Any], body: DFlashNetwork, shape: DrafterShape, seed: int
 ) -> tuple[dict[str, Any], DFlashNetwork]:
     """Extends a DFlash v1 drafter with config.json `raw` to one of `shape.kind`; at first it drafts the same tokens.
-    Raises ConfigError if a DFlash 2 drafter should become a DSpark one."""
+    Raises ConfigError if a DFlash 2 drafter should become a DSpark one, or the other way round."""
+    if body.config.kind != "dflash":
+        raise ConfigError(
+            f"--drafter-kind {shape.kind}: a {body.config.kind} drafter cannot become one: give --init a dflash drafter"
+        )
     if shape.kind == "dflash2":
         raw, kind = as_dflash2(raw, rank=shape.selector_rank), DFlash2Network
         # The group size of published drafters, or the largest divisor of the hidden size in it.
         group = raw["dflash_config"]["conv_group_size"]
         raw["dflash_config"]["conv_group_size"] = gcd(group, body.config.shape.hidden_size)
-    elif body.config.second:
-        raise ConfigError("--drafter-kind dspark: a DFlash 2 drafter cannot become one: give --init a DFlash drafter")
     else:
         raw, kind = as_dspark(raw, rank=shape.selector_rank), DSparkNetwork
     return raw, kind.extending(body, DFlashConfig.from_json(raw), seed, factored=shape.codebooks == "factored")

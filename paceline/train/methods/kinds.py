@@ -13,7 +13,8 @@ from torch import Tensor
 from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashNetwork
-from paceline.draft.eagle3.checkpoint import Eagle3Config, read_eagle3
+from paceline.draft.dflash2.drafter import ExtendedNetwork
+from paceline.draft.eagle3.checkpoint import read_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Network
 from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError, refuse
@@ -91,25 +92,29 @@ def check_drafter(config: TrainConfig) -> None:
         elif config.shape.kind == "mtp":
             mtp_for(sizes, config)
         elif config.shape.kind == "eagle3":
-            _check_kept(config, eagle3_for(sizes, config.shape, init, torch.empty(0), config.loop.seed)[1].config)
+            _check_kept(config, eagle3_for(sizes, config.shape, init, torch.empty(0), config.loop.seed)[1])
         else:
-            _check_kept(config, network_for(sizes, config.target.model, config.shape, init, config.loop.seed)[1].config)
+            _check_kept(config, network_for(sizes, config.target.model, config.shape, init, config.loop.seed)[1])
     except DrafterMismatchError as error:
         raise DrafterMismatchError(f"--init {config.init}: {error}") from error
 
 
-def _check_kept(config: TrainConfig, stored: DFlashConfig | Eagle3Config) -> None:
-    """Raises ConfigError if the user gave a size that the drafter in `config.init`, whose config is `stored`, does not
+def _check_kept(config: TrainConfig, network: DFlashNetwork | Eagle3Network) -> None:
+    """Raises ConfigError if the user gave a size or method that `network`, the drafter in `config.init`, does not
     have."""
+    stored = network.config
     own = {name: getattr(stored.shape, name) for name in ("num_layers", "intermediate_size", "num_heads")}
     own |= {"num_kv_heads": stored.shape.num_kv_heads, "attention_bias": stored.shape.qkv_bias}
     if isinstance(stored, DFlashConfig):
         own |= {"num_taps": len(stored.target_layer_ids), "tap_layers": stored.target_layer_ids}
-        own |= {"mask_token_id": stored.mask_token_id, "is_causal": all(stored.is_causal)}
+        own |= {"mask_token_id": stored.mask_token_id, "is_causal": all(stored.is_causal), "kind": stored.kind}
+        rank = stored.second.selector_rank if stored.second else stored.markov and stored.markov.rank
+        own |= {"selector_rank": rank, "codebooks": network.codebooks} if isinstance(network, ExtendedNetwork) else {}
     else:
         wanted, number = config.shape.draft_vocab or 0, stored.draft_vocab_size
         is_all = number == stored.shape.vocab_size and not 0 < wanted < number  # 0, and more than there are, mean all
         own |= {"tap_layers": stored.tap_layers, "draft_vocab": wanted if is_all else number}
+        own |= {"eagle_version": "3.1" if stored.fc_norm and stored.norm_output else "3"}
     for name, value in own.items():
         if (given := getattr(config.shape, name)) not in (None, value) and config.is_given(f"shape.{name}"):
             drafter = f"the drafter of --init {config.init}"
@@ -123,6 +128,10 @@ def _check_new(shape: DrafterShape, target: TargetFacts) -> None:
         ConfigError,
         (max(taps, default=0) >= sizes.num_layers, f"--tap-layers: the target has layers 0 to {sizes.num_layers - 1}"),
         (len(set(taps)) < len(taps), "--tap-layers names a layer twice: leave one out"),
+        (
+            bool(taps) and shape.num_taps not in (None, len(taps)),
+            f"--taps is {shape.num_taps}, but --tap-layers names {len(taps)} layers: leave one out",
+        ),
         (mask >= sizes.vocab_size, f"--mask-token {mask}: the target has tokens 0 to {sizes.vocab_size - 1}"),
         (
             shape.is_copied and not shape.is_chained and not has_llama_layers(target.family or "llama"),

@@ -21,6 +21,7 @@ from paceline.simulate.costs.shapes import FORMATS, Precisions
 from paceline.train.config import DrafterShape, LoopConfig, TrainConfig
 from paceline.train.plan.target_facts import BLOCK_BYTES, MachineFacts, TargetFacts
 from paceline.train.run_file import value_of, with_defaults, with_value
+from paceline.train.unused_settings import check_unused
 
 if TYPE_CHECKING:
     from paceline.draft.dflash.config import DFlashConfig
@@ -37,10 +38,6 @@ and 4,096."""
 WIDTHS = (1.0, 0.75, 0.5, 0.25)
 EAGLE3_VOCAB, EAGLE3_TAPS = 32000, 3
 """Draft vocabulary and number of taps of published EAGLE-3 drafters."""
-OF_BLOCKS = ("is_causal", "sliding_window", "mask_token_id", "num_taps")
-OF_NEW_LAYERS = ("tap_layers", "intermediate_size", "num_heads", "num_kv_heads", "attention_bias", "draft_vocab")
-MEANS_NOTHING = {"eagle3": OF_BLOCKS, "mtp": OF_BLOCKS + OF_NEW_LAYERS}
-"""Drafting method -> settings of `shape` that have no meaning for it."""
 MTP_BETA = 0.6
 """Ratio of each step's loss weight to that of the previous step (FastMTP, arXiv 2509.18362)."""
 MTP_RATE = 5e-5
@@ -63,15 +60,14 @@ def for_chains(config: TrainConfig) -> TrainConfig:
     Raises ConfigError for settings that do not fit the drafter's type."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
     check_part(config)
+    check_unused(config, _trained_kind(config))
     if not shape.is_chained:
         return config if loop.learn == "all" else with_defaults(config, {"loop.optim.lr": PART_RATE})
     is_eagle3 = kind == "eagle3"
-    is_given = {name: getattr(shape, name) is not None for name in MEANS_NOTHING[kind]}
     num_layers = shape.num_layers if config.is_given("shape.num_layers") else 1
     has_vocab = loop.loss.vocab is not None
     refuse(
         ConfigError,
-        *((is_set, f"{name} means nothing for an {kind} drafter: leave it out") for name, is_set in is_given.items()),
         (num_layers > 1 and not is_eagle3, "num_layers above 1 is not implemented for mtp drafters: leave it out"),
         (shape.is_copied and is_eagle3, "start copied is not implemented for eagle3 drafters: leave it out"),
         (has_vocab and is_eagle3, "the loss vocabulary means nothing for an eagle3 drafter: give draft_vocab"),
@@ -82,9 +78,17 @@ def for_chains(config: TrainConfig) -> TrainConfig:
     config = with_value(config, "shape.block_size", 1 + shape.ttt_steps)
     if shape.draft_vocab is None and is_eagle3:
         return with_value(config, "shape.draft_vocab", EAGLE3_VOCAB)
-    if loop.loss.gamma is None and not is_eagle3:
+    if loop.loss.gamma is None and not is_eagle3 and config.loop.loss.name != "d-pace":
         return with_value(config, "loop.loss.gamma", -1 / math.log(MTP_BETA))
     return config
+
+
+def _trained_kind(config: TrainConfig) -> str:
+    """Returns the drafting method of the drafter that is trained; a DFlash 2 or DSpark drafter in `init` stays one."""
+    if config.init is None or config.shape.is_chained:
+        return config.shape.kind
+    stored = _stored_config(config.init, config.target.model)
+    return config.shape.kind if stored is None or stored.kind == "dflash" else stored.kind
 
 
 def check_part(config: TrainConfig) -> None:

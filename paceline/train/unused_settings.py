@@ -1,0 +1,96 @@
+"""Refuses settings of a training, and of other readers of prompts, that have no effect next to their other settings.
+
+A setting at its default is not refused, because a file of settings that a run has written holds all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.errors import ConfigError, refuse
+from paceline.train.config import PromptsConfig, TrainConfig
+from paceline.train.run_file import value_of
+
+OF_CHAINS = ("shape.ttt_steps", "shape.eagle_version")
+OF_SELECTOR = ("loop.loss.selector", "loop.selector_from", "loop.selector_share")
+OF_CODEBOOKS = ("shape.selector_rank", "shape.codebooks")
+OF_BLOCKS = ("shape.is_causal", "shape.sliding_window", "shape.mask_token_id", "shape.num_taps", "loop.attention")
+OF_BLOCKS += (*OF_CODEBOOKS, *OF_SELECTOR)
+OF_NEW_LAYERS = ("shape.tap_layers", "shape.intermediate_size", "shape.num_heads", "shape.num_kv_heads")
+OF_NEW_LAYERS += ("shape.attention_bias", "shape.draft_vocab")
+OF_OTHERS = {
+    "dflash": (*OF_CHAINS, *OF_CODEBOOKS, *OF_SELECTOR),
+    "dflash2": OF_CHAINS,
+    "dspark": (*OF_CHAINS, *OF_SELECTOR),
+    "eagle3": (*OF_BLOCKS, "loop.loss.gamma"),
+    "mtp": (*OF_BLOCKS, *OF_NEW_LAYERS, "shape.eagle_version"),
+}
+"""Drafting method -> settings that only other methods use."""
+OF_ANSWERS = ("answering.temperatures", "answering.samples", "answering.raw")
+
+
+def check_unused(config: TrainConfig, kind: str) -> None:
+    """Raises ConfigError, with its name, for a setting that the user gave although it has no effect. `kind`: drafting
+    method of the drafter that is trained, which may be that of `config.init`."""
+    keeper = "ray" if config.remote.ray is not None else "shared_features" if config.shared_features else ""
+    is_stored = config.features in ("auto", "cached") and config.feature_dtype == "model"
+    states = "keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
+    is_another_block = config.shape.is_chained and config.shape.block_size != 1 + config.shape.ttt_steps
+    refuse(
+        ConfigError,
+        (bool(keeper) and not is_stored, f"{keeper} {states}"),
+        (
+            config.init is not None and config.is_given("shape.start"),
+            f"start means nothing for the drafter of --init {config.init}, which has layers: leave it out",
+        ),
+        (
+            is_another_block and config.is_given("shape.block_size"),
+            f"block_size means nothing for {kind} drafters, whose blocks are ttt_steps and the anchor: leave it out",
+        ),
+    )
+    for name, where in _unused(config, kind):
+        if config.is_given(name) and value_of(config, name) != value_of(TrainConfig(), name):
+            raise ConfigError(f"{name.rpartition('.')[2]} means nothing {where}: leave it out")
+
+
+def _unused(config: TrainConfig, kind: str) -> Iterator[tuple[str, str]]:
+    """Yields (name of a setting without effect, reason)."""
+    shape, loop, prompting, remote = config.shape, config.loop, config.prompting, config.remote
+    yield from ((name, f"for {kind} drafters") for name in OF_OTHERS[kind])
+    if loop.learn != "all":
+        yield from ((name, f"for learn {loop.learn}, which leaves the selector as it is") for name in OF_SELECTOR)
+    loss = "ce" if shape.is_chained and not config.is_given("loop.loss.name") else loop.loss.name
+    yield "loop.loss.gamma" if loss == "d-pace" else "loop.loss.alpha", f"for the loss {loss}"
+    is_evaluated, is_tiny = bool(config.ood or config.heldout), config.scale == "tiny"
+    writes = prompting.self_written or not (prompting.prompts or config.answers)
+    for has_effect, name, where in (
+        (config.push_to_hub, "public", "without push_to_hub"),
+        (not config.heldout, "heldout_share", "next to heldout"),
+        (config.features != "online", "feature_dtype", "for features online"),
+        (config.features == "streamed" or remote.features_from, "stream_buffer", f"for features {config.features}"),
+        (not remote.features_at or not loop.serve_share, "loop.serve_share", "for a target that runs elsewhere"),
+        (prompting.prompts or is_evaluated or is_tiny, "prompting.limit", "without prompts to read"),
+        (prompting.prompts or config.answers, "prompting.tags", "without prompts or answers of traces"),
+        (writes, "prompting.openers", "without self_written prompts"),
+        *((prompting.prompts or writes or is_evaluated, name, "without prompts to answer") for name in OF_ANSWERS),
+    ):
+        if not has_effect:
+            yield name, where
+
+
+def check_prompts(prompting: PromptsConfig, *, has_answers: bool = False) -> None:
+    """Checks the prompts of a command other than `train`. `has_answers`: the command also reads existing answers, all
+    of them. Raises ConfigError for a setting that has no effect: there is nothing to select from, or the target writes
+    no prompts."""
+    names = () if prompting.prompts else ("limit", "strict", "tags")
+    unread = next((name for name in names if getattr(prompting, name)), None)
+    writes = prompting.self_written or not (prompting.prompts or has_answers)
+    refuse(
+        ConfigError,
+        (unread is not None, f"{unread} means nothing without prompts to read: leave it out"),
+        (bool(prompting.tags) and has_answers, "tags select prompts, not answers: give answers of these tags alone"),
+        (
+            prompting.openers is not None and not writes,
+            "openers means nothing without self_written prompts: leave it out",
+        ),
+    )
