@@ -54,6 +54,35 @@ def test_either_format_has_the_targets_rows(target: Path, drafter: Path, tmp_pat
     assert ids is not None and own is not None and len(ids) == 129 and torch.equal(own.float(), head.float()[ids])
 
 
+def test_a_target_that_an_export_does_not_read_is_refused(
+    eagle3: Path, target: Path, drafter: Path, tmp_path: Path
+) -> None:
+    """The files held nothing of it."""
+    out, own = tmp_path / "out", tmp_path / "own"
+    run("export", str(drafter), "--format", "z-lab", "--model", str(target), "--out", str(own))  # with a head
+    for one, form in ((eagle3, "specforge"), (own, "z-lab")):
+        with pytest.raises(ConfigError, match="--model means nothing here: .*: leave it out"):
+            run("export", str(one), "--format", form, "--model", str(target), "--out", str(out))
+        assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("--vary",), "--vary"),
+        (("--num-prompts", "2"), "--num-prompts"),
+        (("--max-tokens", "9"), "--max-tokens"),
+        (("--max-len", "64"), "--max-len"),
+        (("--threads", "1"), "--threads"),
+    ],
+)
+def test_options_of_a_measurement_are_refused_without_a_target(
+    words: tuple[str, ...], option: str, drafter: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{option} means nothing without --model, which measures: give it"):
+        run("inspect", str(drafter), *words)
+
+
 def test_what_is_left_out_is_said(drafter: Path, tmp_path: Path) -> None:
     _, messages = run("export", str(drafter), "--format", "z-lab", "--out", str(tmp_path / "plain"))
     assert "left out: the draft vocabulary of 129 tokens" in messages

@@ -11,7 +11,7 @@ import typer
 from paceline.commands.options import Only, options
 from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig, resolve
-from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.report.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -83,11 +83,16 @@ def export(
     if kind == "mtp" or form == "target":
         return _into_target(folder, form, model, out)
     if kind == "eagle3":
+        if form == "specforge":
+            _refuse_model(drafter, model, "the format specforge does not name the target")
         return _eagle3(folder, form, model, out)
     stored = read_stored(folder)
     ids, head_VD = stored.vocabulary
     has_place = form == "gguf" or stored.config.second is None
-    rows, verifier = _target(model, needs_head=ids is not None and head_VD is None and has_place)
+    needs_head = ids is not None and head_VD is None and has_place
+    if form == "z-lab" and not needs_head:
+        _refuse_model(drafter, model, "nothing of the target belongs into this drafter's files in z-lab's format")
+    rows, verifier = _target(model, needs_head=needs_head)
     target = resolve_model(model) if model is not None and form == "gguf" else None
     left_out = write(
         stored, form, out, head_rows=rows, verifier=verifier, target=target if target and is_gguf(target) else None
@@ -96,6 +101,12 @@ def export(
         say(f"left out: {setting}")
     say(f"{folder} ({stored.form}) is in {out}, in {form} format")
     return {"drafter": str(folder), "from": stored.form, "format": form, "out": str(out), "left_out": left_out}
+
+
+def _refuse_model(drafter: str, model: str | None, why: str) -> None:
+    """Raise ConfigError if `model` is given but not needed, not even to find the drafter "default"."""
+    if model is not None and drafter != "default":
+        raise ConfigError(f"--model means nothing here: {why}: leave it out")
 
 
 def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
@@ -188,6 +199,13 @@ def inspect(
     from paceline.draft.mtp.drafter import MtpDrafter
     from paceline.draft.registry import folder_of, kind_of
 
+    if model is None:
+        usual = EngineConfig()
+        given = {"num_prompts": num_prompts != 20, "max_tokens": max_tokens != 48, "vary": vary is not None}
+        for name in ("dtype", "device", "max_len", "threads"):
+            given[name] = getattr(engine, name) != getattr(usual, name)
+        text = "means nothing without --model, which measures: give it"
+        refuse(ConfigError, *((is_given, f"--{name.replace('_', '-')} {text}") for name, is_given in given.items()))
     folder = folder_of(drafter, model)
     stored: StoredDrafter | Eagle3Checkpoint | None = None
     kind = kind_of(folder)
@@ -220,6 +238,8 @@ def _measured(
 ) -> dict[str, Any]:
     """Measure the drafter's acceptance length with the target and, if it is low or `vary` is set, that of each
     variation. An MTP layer (without `stored`) has no variations, because its settings are the target's."""
+    if stored is None and vary:
+        raise ConfigError("--vary means nothing for an MTP layer, whose settings are the target's: leave it out")
     starting(engine.model)
     from paceline.engine.llm import LLM
     from paceline.loop.adapt.servers import mismatch
