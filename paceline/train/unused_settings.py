@@ -82,7 +82,8 @@ def check_prompts(prompting: PromptsConfig, *, has_answers: bool = False) -> Non
     """Checks the prompts of a command other than `train`. `has_answers`: the command also reads existing answers, all
     of them. Raises ConfigError for a setting that has no effect: there is nothing to select from, or the target writes
     no prompts."""
-    names = () if prompting.prompts else ("limit", "strict", "tags")
+    selecting = ("limit", "tags") if has_answers else ("limit", "tags", "strict")
+    names = () if prompting.prompts else selecting
     unread = next((name for name in names if getattr(prompting, name)), None)
     writes = prompting.self_written or not (prompting.prompts or has_answers)
     refuse(

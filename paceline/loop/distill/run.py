@@ -38,6 +38,7 @@ from paceline.train.answers.on_ray import run as regenerate
 from paceline.train.answers.run_identity import opened_run
 from paceline.train.config import RegenerateConfig
 from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.unused_settings import check_prompts
 
 ACCEPTED, REFUSED, CANDIDATE = "student", "refused", "candidate"
 RESULT = "distilled.json"
@@ -80,6 +81,7 @@ def distill(config: DistillConfig, *, judges: Sequence[Judge] = (), progress: Pr
         raise ConfigError(
             "a student learns from its teacher's answers: give --answers FOLDER, or --prompts FILE to be answered"
         )
+    check_prompts(config.prompting, has_answers=bool(config.answers))
     import paceline.loop.distill.teach as teach  # raises before any computation if TRL is not installed
 
     with only_run(config.out, "distilling", Ranks(), progress.say), stopped_by_signal(progress.say) as stop:

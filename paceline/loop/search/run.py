@@ -40,6 +40,7 @@ from paceline.train.plan.target_facts import read_target
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.run import run as train
 from paceline.train.run_file import RUN_FILE, config_of, read_run_file, with_value, write_run_file
+from paceline.train.unused_settings import check_prompts
 
 LENGTH = ("minutes", "most_trials")
 """Fields of SearchConfig that may change when a search is resumed."""
@@ -74,6 +75,7 @@ def search(config: SearchConfig, *, progress: Progress = SILENT) -> SearchResult
     there are too few prompts, CacheError when the disk cannot be written, and ModelNotFoundError, ModelFileError,
     UnsupportedModelError or DownloadError if the target cannot be loaded.
     """
+    check_prompts(config.prompting, has_answers=bool(config.answers))
     with only_run(config.out, "searching", Ranks(), progress.say), stopped_by_signal(progress.say):
         return _Search(config, progress).run()
 

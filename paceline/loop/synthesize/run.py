@@ -38,6 +38,7 @@ from paceline.report.tables import Progress
 from paceline.train.answers.regenerate import Regenerator, prepared
 from paceline.train.answers.self_written import read_openers
 from paceline.train.config import RegenerateConfig
+from paceline.train.unused_settings import check_prompts
 from paceline.types import GrammarSpec
 
 STEERED = "+steered"
@@ -48,6 +49,7 @@ ROWS_PER_SHARD = 512
 def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
     """Runs or resumes `paceline synthesize`: writes the accepted answers and their description to `config.out`. Raises
     ConfigError on contradictory settings, PromptError if no prompt or no answer can be used."""
+    check_prompts(config.prompting)
     form = Form.of(config)
     answering = replace(config.answering, grammar=form.grammar)
     regenerate = RegenerateConfig(config.out, config.target, config.prompting, answering, config.max_batch)

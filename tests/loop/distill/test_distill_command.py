@@ -51,6 +51,15 @@ def test_without_answers_it_says_what_to_give(tmp_path: Path) -> None:
         distill(**typed(tmp_path), dry_run=True)
 
 
+def test_settings_that_select_prompts_are_refused_next_to_answers_alone(tmp_path: Path) -> None:
+    """They selected nothing: every answer was learned from."""
+    words = typed(tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match="limit means nothing without prompts to read"):
+        distill(**words | {"prompting": PromptsConfig(limit=5)})
+    with pytest.raises(ConfigError, match="tags select prompts, not answers: give answers of these tags alone"):
+        distill(**words | {"prompting": PromptsConfig(("p.jsonl",), tags=("acme",))})
+
+
 def test_without_trl_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is computed or written."""
     monkeypatch.delitem(sys.modules, "paceline.loop.distill.teach", raising=False)

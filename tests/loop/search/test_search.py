@@ -147,6 +147,20 @@ def test_a_trial_is_a_training_with_every_field_decided() -> None:
     assert SPACE.differences(SPACE.planned | {"shape.num_layers": 1}) == "num_layers 1"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit": 5}, "limit means nothing without prompts to read"),
+        ({"prompts": ("p.jsonl",), "tags": ("acme",)}, "tags select prompts, not answers: give answers of these tags"),
+    ],
+)
+def test_settings_that_select_prompts_are_refused_next_to_answers(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(SearchConfig(out=tmp_path / "run", answers=(tmp_path,), prompting=PromptsConfig(**options)))
+
+
 def test_a_search_goes_on_with_more_minutes_and_its_first_length_of_trials(tmp_path: Path) -> None:
     """A tenth of the new minutes was another length, so they were refused."""
     first = SearchConfig(out=tmp_path / "run", minutes=60.0)
