@@ -9,7 +9,8 @@ to do. The command line prints that line and exits with code 2; any other except
     ├── UnsupportedModelError (ValueError)         an architecture or option that is not implemented
     ├── DownloadError         (ConnectionError)    a server is unreachable, or rejects the request
     │   ├── UnreachableError                       a server does not answer now; a later try may succeed
-    │   └── DeployError                            a drafter was not deployed, for a reason that is not its fault
+    │   └── RejectedError                          a server rejects a request, or its response is unusable
+    │       └── DeployError                        a drafter was not deployed, for a reason that is not its fault
     ├── CacheError            (OSError)            the cache folder cannot be written
     ├── DrafterMismatchError  (ValueError)         a drafter trained for another target
     ├── ContextLengthError    (ValueError)         prompt and answer exceed the context length
@@ -53,7 +54,10 @@ class DownloadError(PacelineError, ConnectionError): ...
 class UnreachableError(DownloadError): ...
 
 
-class DeployError(DownloadError): ...
+class RejectedError(DownloadError): ...
+
+
+class DeployError(RejectedError): ...
 
 
 class CacheError(PacelineError, OSError): ...

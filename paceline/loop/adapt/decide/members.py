@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.errors import DownloadError, UnreachableError
+from paceline.errors import RejectedError, UnreachableError
 from paceline.loop.adapt.servers.deployment import Deployment
 
 
@@ -16,9 +16,7 @@ def route_of(deployment: Deployment, cluster: str) -> str | None:
     clusters. Raises UnreachableError if the server does not answer."""
     try:
         return deployment.pinned(cluster)
-    except UnreachableError:
-        raise
-    except DownloadError:  # a server without a pool, or one that was restarted and has no clusters yet
+    except RejectedError:  # a server without a pool, or one that was restarted and has no clusters yet
         return None
 
 
@@ -73,7 +71,7 @@ def scores(
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:
         return None
-    except DownloadError:
+    except RejectedError:
         return {}
     if not names:
         return {}

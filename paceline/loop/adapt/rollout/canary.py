@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.errors import DeployError, DownloadError, UnreachableError
+from paceline.errors import DeployError, DownloadError, RejectedError, UnreachableError
 from paceline.loop.adapt.config import WatchConfig
 from paceline.loop.adapt.decide.members import route_of
 from paceline.loop.adapt.rollout.stage import LEAST_ROUNDS, Stage
@@ -96,7 +96,7 @@ class Canary:
         that a restarted process can roll the change back. If it raises an error, the change is not made and the error
         is re-raised.
 
-        Raises DownloadError if the server refuses the drafter, DeployError if anything else prevents the change,
+        Raises RejectedError if the server refuses the drafter, DeployError if anything else prevents the change,
         UnreachableError if the server does not answer."""
         counts = self._read_or_wait(now)
         if self.deployment.undo:  # retry: if the earlier response was lost, the new drafter may have served since
@@ -116,9 +116,7 @@ class Canary:
                 if stage.kind in ("route", "propose"):
                     self.deployment.route(stage.clusters[0], stage.member, save_undo)
                 stage.served = self.deployment.members().get(stage.member, "")
-            except UnreachableError:
-                raise
-            except DownloadError as error:  # a refusal here says nothing about the drafter
+            except RejectedError as error:  # a refusal here says nothing about the drafter
                 raise DeployError(str(error)) from error
             counts = self._read_or_wait(now, stage)  # again: counts during the load do not belong to this drafter
         finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig
-from paceline.errors import CacheError, DeployError, DownloadError, UnreachableError
+from paceline.errors import CacheError, DeployError, DownloadError, RejectedError
 from paceline.loop.adapt.config import CandidateConfig, RetrainConfig, StoreConfig, WatchConfig
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate.lineage import Lineage
@@ -238,13 +238,11 @@ class Steps:
             return
         try:
             self._canary.swap_in(stage, now, self._save_now)
-        except UnreachableError:
-            raise
         except DeployError as error:
             self._to_undo(stage, "failed", f"not put in: {error}; {stage.drafter} is ready")
             self._undo(stage, now)
             return
-        except DownloadError as error:
+        except RejectedError as error:
             self._to_undo(stage, "refused", f"the server refused it: {error}")
             self._undo(stage, now)
             return
@@ -303,9 +301,7 @@ class Steps:
         assert self._canary is not None
         try:
             self._canary.spread(stage, self._save_now)
-        except UnreachableError:
-            raise
-        except DownloadError as error:
+        except RejectedError as error:
             self._to_undo(stage, "unproven", f"not put on all servers: {error}; {stage.drafter} is ready")
             self._undo(stage, now)
             return

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
+from paceline.errors import ConfigError, DeployError, DownloadError, RejectedError, UnreachableError
 from paceline.net.prometheus import engines_of, totals
 from paceline.net.streaming import Client
 from paceline.plan.clusters import OTHER
@@ -288,7 +288,7 @@ def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = (
     except ConfigError as error:
         raise DeployError(f"{client.url}/metrics: {error}") from error
     if not engines:
-        raise DownloadError(f"{client.url}/metrics has no known metric in Prometheus' format: is it the server?")
+        raise RejectedError(f"{client.url}/metrics has no known metric in Prometheus' format: is it the server?")
     return engines
 
 
@@ -313,7 +313,7 @@ def ask(client: Client, method: str, path: str, body: dict[str, Any] | None = No
     try:
         value = json.loads(data or b"{}")
     except ValueError as error:
-        raise DownloadError(f"{client.url}{path} did not answer with JSON: is it the server?") from error
+        raise RejectedError(f"{client.url}{path} did not answer with JSON: is it the server?") from error
     return value if isinstance(value, dict) else {}
 
 
@@ -329,7 +329,7 @@ def answer_of(client: Client, method: str, path: str, body: dict[str, Any] | Non
 
 def _refusal(status: int) -> type[DownloadError]:
     """Maps a failed response's HTTP status to the class of its error."""
-    return UnreachableError if status in NOT_NOW else DeployError if status in NOT_JUDGED else DownloadError
+    return UnreachableError if status in NOT_NOW else DeployError if status in NOT_JUDGED else RejectedError
 
 
 def _unreachable(client: Client, why: object) -> UnreachableError:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from paceline.errors import DeployError, DownloadError, PacelineError, UnreachableError
+from paceline.errors import DeployError, PacelineError, RejectedError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import ask, drafts_of
 from paceline.loop.adapt.servers.deployment import Deployment
@@ -77,7 +77,7 @@ class PacelineServer(Deployment):
             if drafter == made_from or (Path(drafter).is_dir() and str(Path(drafter).resolve()) == made_from):
                 return name
         there = ", ".join(f"{name} ({made_from})" for name, made_from in members.items()) or "none"
-        raise DownloadError(
+        raise RejectedError(
             f"{self._client.url} does not serve with {drafter}, but with {there}: name one with --incumbent"
         )
 
@@ -130,9 +130,7 @@ class PacelineServer(Deployment):
         """Restore a cluster's earlier route; a restarted server may no longer know the cluster."""
         try:
             self._ask("POST" if before else "DELETE", "clusters", cluster, {"drafter": before} if before else None)
-        except UnreachableError:
-            raise
-        except DownloadError as error:
+        except RejectedError as error:
             log.warning("the cluster %s is not sent back: %s", cluster, error)
 
     def _take_out(self, name: str, before: str | None) -> None:
@@ -144,9 +142,7 @@ class PacelineServer(Deployment):
             try:
                 self._ask("POST", "drafters", name, {"drafter": before})
                 return
-            except UnreachableError:
-                raise
-            except DownloadError as error:
+            except RejectedError as error:
                 log.warning("the drafter from before is not taken back under the name %s: %s", name, error)
         if name in self.members():
             self._ask("POST", "drafters", f"{name}/drain", {})

@@ -6,6 +6,7 @@ Weights are replaced in the running server if possible, else by a restart comman
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.draft.eagle3.checkpoint import is_eagle3
-from paceline.errors import ConfigError, DeployError, DownloadError, ModelFileError, PacelineError, UnreachableError
+from paceline.errors import ConfigError, DeployError, ModelFileError, PacelineError, RejectedError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import Counts, answer_of, ask, is_up, is_well
 from paceline.loop.adapt.servers.deployment import Deployment
@@ -197,7 +198,7 @@ class VllmServers(_Restarted):
                 reported = ask(client, "GET", WEIGHTS_PATH).get("folder")
             except UnreachableError:
                 continue  # its counters are missed, too; until it answers, it has what it reported last
-            except DownloadError:
+            except RejectedError:
                 reported = None  # restarted without the route
             self._reported[client.url] = reported if isinstance(reported, str) else ""
         by_hand = {url: folder for url, folder in self._reported.items() if os.path.realpath(folder) not in ours}
@@ -221,7 +222,7 @@ class VllmServers(_Restarted):
             except UnreachableError as error:
                 log.warning("%s: not checked yet", error)
                 continue
-            except DownloadError as error:
+            except RejectedError as error:
                 raise ConfigError(f"{error}: {HOT_SWAP}") from error
             if problem := state.get("problem", HOT_SWAP):
                 raise ConfigError(f"{client.url} cannot load draft weights: {problem}")
@@ -252,9 +253,7 @@ class VllmServers(_Restarted):
         """Load the weights into the running server. Returns False if it refuses and another way is known."""
         try:
             ask(client, "POST", WEIGHTS_PATH, {"folder": str(folder.absolute())})
-        except UnreachableError:
-            raise
-        except DownloadError as error:  # the server has compared shapes, not judged the drafter
+        except RejectedError as error:  # the server has compared shapes, not judged the drafter
             if self.config.restart is None:
                 raise DeployError(f"{error}; --restart would start the server again with it") from error
             log.warning("%s: it is restarted", error)
@@ -275,7 +274,7 @@ class SglangServers(_Restarted):
         body = {"model_path": str(folder.absolute()), self.config.draft_field: True}
         response = ask(client, "POST", "/update_weights_from_disk", body)
         if not response.get("success", False):
-            raise DownloadError(f"{client.url} refused the weights ({response.get('message', 'no reason given')})")
+            raise RejectedError(f"{client.url} refused the weights ({response.get('message', 'no reason given')})")
         return None
 
 
@@ -292,10 +291,7 @@ def _has(client: Client, folder: Path) -> bool:
 def _takes_weights(client: Client) -> bool:
     """Begin an update of the draft weights; False if not supported. Raises UnreachableError, also if the server is
     busy."""
-    try:
+    with contextlib.suppress(RejectedError):
         answer_of(client, "POST", "/start_draft_weight_update")
-    except UnreachableError:
-        raise
-    except DownloadError:
-        return False
-    return True
+        return True
+    return False
