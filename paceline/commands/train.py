@@ -17,7 +17,7 @@ from paceline.runs.ranks import Ranks
 from paceline.train import config as asks
 from paceline.train import regenerate as run_regenerate
 from paceline.train import train as run_train
-from paceline.train.run_file import config_of, overlaid, read_run_file
+from paceline.train.run_file import OPTIONS, config_of, overlaid, read_run_file
 
 Target = Annotated[
     EngineConfig,
@@ -27,20 +27,15 @@ Target = Annotated[
 GIVEN = ("system", "before", "tools", "variables", "grammar")
 """Fields of AnswerConfig that describe an application. They are not options of `train`, which reads answers made with
 them."""
-ANSWERS = {"temperatures": Opt("--temperature"), "variables": Opt("--template-variable")}
-SHAPE = {
-    "num_layers": Opt("--layers"),
-    "num_heads": Opt("--heads"),
-    "num_kv_heads": Opt("--kv-heads"),
-    "block_size": Opt("--block-size", "--block"),
-    "num_taps": Opt("--taps"),
-    "start": Opt("--first-layers"),
-    "is_causal": Opt("--causal/--bidirectional"),
-    "mask_token_id": Opt("--mask-token"),
-    "kind": Opt("--drafter-kind"),
-}
 
-LOSS = Changed(name=Opt("--loss"), vocab=Opt("--loss-vocab"), selector=Opt("--selector-weight"))
+
+def _renamed(part: str) -> dict[str, Opt]:
+    """Return the options of a part of TrainConfig, such as "shape", that are not named after their fields."""
+    return {
+        name.removeprefix(f"{part}."): Opt(option)
+        for name, option in OPTIONS.items()
+        if name.rpartition(".")[0] == part
+    }
 
 
 @options
@@ -49,15 +44,13 @@ def train(
         asks.TrainConfig, Without("target", "prompting", "answering", "remote", "shape", "loop", "given")
     ],
     target: Target,
-    prompting: Annotated[asks.PromptsConfig, Changed(tags=Opt("--tag"))],
-    answering: Annotated[
-        asks.AnswerConfig, Without("seed", "top_k", *GIVEN), Changed(temperatures=Opt("--temperature"))
-    ],
+    prompting: Annotated[asks.PromptsConfig, Changed(**_renamed("prompting"))],
+    answering: Annotated[asks.AnswerConfig, Without("seed", "top_k", *GIVEN), Changed(**_renamed("answering"))],
     remote: asks.RemoteConfig,
-    shape: Annotated[asks.DrafterShape, Changed(**SHAPE)],
-    loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],
-    loss: Annotated[asks.LossConfig, Without("alpha"), LOSS],
-    optim: Annotated[asks.OptimConfig, Only("name", "lr"), Changed(name=Opt("--optimiser"))],
+    shape: Annotated[asks.DrafterShape, Changed(**_renamed("shape"), block_size=Opt("--block-size", "--block"))],
+    loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(**_renamed("loop"))],
+    loss: Annotated[asks.LossConfig, Without("alpha"), Changed(**_renamed("loop.loss"))],
+    optim: Annotated[asks.OptimConfig, Only("name", "lr"), Changed(**_renamed("loop.optim"))],
     run_file: Annotated[
         Path | None,
         typer.Option("--config", help="A run.yaml, as written by every run. The command line overrides it."),
@@ -160,6 +153,9 @@ def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) ->
     if "minutes" in typed_names:  # the file's minutes for steps are those of another plan
         tree.get("loop", {}).pop("max_minutes", None)
     return config_of(overlaid(tree, config, typed_names), run_file or "--config")
+
+
+ANSWERS = {**_renamed("answering"), "variables": Opt("--template-variable")}
 
 
 @options

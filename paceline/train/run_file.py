@@ -31,6 +31,24 @@ TRAINED = "trained.json"
 OWN_SIZES = ("num_layers", "intermediate_size", "num_heads", "num_kv_heads", "block_size", "num_taps", "tap_layers")
 OWN_SIZES += ("attention_bias", "is_causal", "mask_token_id", "start", "eagle_version", "selector_rank", "codebooks")
 """Fields of DrafterShape that a drafter in `TrainConfig.init` keeps, whatever they are in a run's settings."""
+OPTIONS = {
+    "prompting.tags": "--tag",
+    "answering.temperatures": "--temperature",
+    "shape.num_layers": "--layers",
+    "shape.num_heads": "--heads",
+    "shape.num_kv_heads": "--kv-heads",
+    "shape.num_taps": "--taps",
+    "shape.start": "--first-layers",
+    "shape.is_causal": "--causal/--bidirectional",
+    "shape.mask_token_id": "--mask-token",
+    "shape.kind": "--drafter-kind",
+    "loop.autocast": "--autocast/--full-precision",
+    "loop.loss.name": "--loss",
+    "loop.loss.vocab": "--loss-vocab",
+    "loop.loss.selector": "--selector-weight",
+    "loop.optim.name": "--optimiser",
+}
+"""Fields whose option of `paceline train` has another name."""
 LEFT_OUT = {"given"}
 """Fields of TrainConfig that are not written to run.yaml."""
 
@@ -140,6 +158,12 @@ def with_value(config: Any, name: str, value: Any) -> Any:
 def value_of(config: Any, name: str) -> Any:
     """Returns the value of the config's field `name`, such as shape.num_layers."""
     return attrgetter(name)(config)
+
+
+def option_of(name: str) -> str:
+    """Returns the option of `paceline train` for a config field, such as --draft-vocab for shape.draft_vocab, or
+    --causal/--bidirectional for shape.is_causal."""
+    return OPTIONS.get(name, "--" + name.rpartition(".")[2].replace("_", "-"))
 
 
 def with_defaults(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:

@@ -103,6 +103,11 @@ def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
     plan = make_plan(config)
     assert plan.config.loop.loss.vocab is None and "loop.loss.vocab" not in plan.chosen
     assert "yours      --loss-vocab None, --block-size 8" in plan.text
+    shape = DrafterShape(is_causal=False, attention_bias=False, tap_layers=(0, 2))
+    text = make_plan(
+        replace(config, shape=shape, given=("shape.is_causal", "shape.attention_bias", "shape.tap_layers"))
+    )
+    assert "yours      --no-attention-bias, --bidirectional, --tap-layers 0,2" in text.text, "as they are typed"
     off = make_plan(train_config(tmp_path, plan="off"))
     assert [*off.chosen] == ["max_len"] and off.config.shape == DrafterShape()
     further = make_plan(train_config(tmp_path, init="default"))

@@ -32,22 +32,8 @@ from paceline.train.plan.gpu_times import CHECKPOINT_BYTES, fixed_seconds, hours
 from paceline.train.plan.lengths import fit_lengths, limits_of, longest_of, memory_of, position_bytes
 from paceline.train.plan.prompt_facts import Data, read_data
 from paceline.train.plan.target_facts import MachineFacts, TargetFacts, machine_of, read_target
-from paceline.train.run_file import value_of, with_value
+from paceline.train.run_file import option_of, value_of, with_value
 
-OPTIONS = {
-    "shape.num_layers": "--layers",
-    "shape.num_heads": "--heads",
-    "shape.num_kv_heads": "--kv-heads",
-    "shape.num_taps": "--taps",
-    "shape.start": "--first-layers",
-    "shape.kind": "--drafter-kind",
-    "shape.mask_token_id": "--mask-token",
-    "loop.loss.name": "--loss",
-    "loop.loss.vocab": "--loss-vocab",
-    "loop.loss.selector": "--selector-weight",
-    "loop.optim.name": "--optimiser",
-}
-"""Fields whose option of `paceline train` has another name."""
 PLANNED = ("shape.", "loop.")
 """Prefixes of the fields that a plan shows."""
 EFFICIENCY = {
@@ -351,21 +337,18 @@ def _chosen_lines(plan: Plan) -> Iterator[str]:
         yield f"  yours      {', '.join(yours)}"
 
 
-def option_of(name: str) -> str:
-    """Returns the option of `paceline train` for a config field, such as --draft-vocab for shape.draft_vocab."""
-    return OPTIONS.get(name, "--" + name.rpartition(".")[2].replace("_", "-"))
-
-
 def _setting(config: TrainConfig, name: str) -> str:
     """Returns a field with its value, in command-line form."""
-    value = value_of(config, name)
-    if name == "loop.autocast":
-        return "--autocast" if value else "--full-precision"
-    return f"{option_of(name)} {_shown(value)}"
+    value, (option, _, opposite) = value_of(config, name), option_of(name).partition("/")
+    if isinstance(value, bool):
+        return option if value else opposite or f"--no-{option[2:]}"
+    return f"{option} {_shown(value)}"
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "all" if value == 0 and value is not False else str(value)
+    if isinstance(value, tuple):
+        return ",".join(f"{item:g}" for item in value)
+    return f"{value:.4g}" if isinstance(value, float) else "all" if value == 0 else str(value)
 
 
 def _duration(hours: float) -> str:
