@@ -183,9 +183,16 @@ class Sequence:
             return self.kind
         return "lossy" if self.params.is_greedy else "lossy sampled"
 
-    def trim(self) -> None:
-        """Remove the entries of `logprobs` and `ledger` for tokens that are not in the answer. Call this after tokens
-        were cut from its end."""
+    def cut(self, num_tokens: int) -> None:
+        """Remove the last `num_tokens` tokens of the answer, which follow a stop string. They belong to the latest
+        round, which then has fewer accepted drafts."""
+        if num_tokens:
+            del self.tokens[-num_tokens:]
+            self.rounds[-1] = self.rounds[-1]._replace(num_accepted=self.rounds[-1].num_accepted - num_tokens)
+            self._trim()
+
+    def _trim(self) -> None:
+        """Remove the entries of `logprobs` and `ledger` for tokens that are not in the answer."""
         del self.logprobs[self.num_output :]
         if self.ledger:
             self.ledger.keep(self.num_output)
@@ -228,7 +235,7 @@ class Sequence:
                 break
         self.tokens += tokens
         self.cached_len = len(self.tokens) - 1
-        self.trim()
+        self._trim()
         if self.params.has_penalties:
             self.counts.update(tokens)
         return tokens

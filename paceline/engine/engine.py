@@ -359,9 +359,8 @@ class Engine:
         text, stopped_after = stream.push(tokens[:-1] if ended_by_token else tokens)
         seq.timings.text_s += time.perf_counter() - started
         if stopped_after is not None:
-            del seq.tokens[len(seq.tokens) - len(tokens) + stopped_after :]
+            seq.cut(len(tokens) - stopped_after)
             tokens = tokens[:stopped_after]
-            seq.trim()
             seq.finish_reason = "stop"
         elif seq.finish_reason is not None:
             text += stream.finish()

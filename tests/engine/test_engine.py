@@ -133,6 +133,7 @@ def test_stop_strings_end_text_and_tokens_inside_a_block(
     seq = chunks[-1].sequence
     assert sum(len(chunk.token_ids) for chunk in chunks) == num_tokens == seq.num_output == len(seq.logprobs)
     assert seq.finish_reason == ("length" if stop == ("zzz",) else "stop")
+    assert 1 + sum(each.num_accepted + 1 for each in seq.rounds) == num_tokens  # each token once, none after the stop
     assert engine.target.cache.num_free == engine.target.cache.num_rows
 
 
