@@ -178,6 +178,18 @@ def test_prompt_scores_are_the_same_with_and_without_drafts_streamed_or_not(live
         assert [each for part in streamed for each in part[name]] == bodies[0][name]
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_an_echoed_prompt_keeps_its_special_tokens(live: Live, offline: LLM, skip: bool) -> None:
+    prompt = "<|im_start|>user\nh\u00e9<|im_end|>"
+    request = {"max_tokens": 2, "temperature": 0, "logit_bias": {"0": 100}, "skip_special_tokens": skip, "logprobs": 0}
+    answer = text_of(ask(live, TEXT, prompt=prompt, **request))
+    for given in (prompt, offline.tokenizer.encode(prompt)):
+        choice = ask(live, TEXT, prompt=given, echo=True, **request)["choices"][0]
+        assert choice["text"] == prompt + answer
+        offsets, first = choice["logprobs"]["text_offset"], len("<|im_start|>")
+        assert offsets[:3] == [0, first, first + 1] and choice["text"][first] == choice["logprobs"]["tokens"][1] == "u"
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("speculate", ["off", "full"])
 def test_min_tokens_holds_back_ends_and_stop_strings(

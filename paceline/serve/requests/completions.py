@@ -12,7 +12,7 @@ from paceline.plan.speculate import Speculation
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused
 from paceline.serve.requests.grammars import GRAMMAR_FIELDS, grammar_of
-from paceline.serve.requests.prompts import chat_ids, completion_ids, prediction_ids
+from paceline.serve.requests.prompts import chat_ids, completion_ids, prediction_ids, prompts_of
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, Sampling
 from paceline.serve.requests.tools import forced_schema
 from paceline.serve.settings import ServeConfig
@@ -90,8 +90,13 @@ def completion_jobs(
     )
     if request.echo and request.logprobs is not None:
         jobs = [replace(job, params=replace(job.params, prompt_logprobs=job.params.logprobs)) for job in jobs]
-    echoes = [model.tokenizer.decode(prompt) if request.echo else "" for prompt in prompts]
+    echoes = [_echoed(prompt, model) if request.echo else "" for prompt in prompts_of(request)]
     return jobs, [echo for echo in echoes for _ in range(request.n or 1)]
+
+
+def _echoed(prompt: str | list[int], model: ModelInfo) -> str:
+    """Return the text of a prompt as the client sent it. Special tokens are part of it, as in its log-probabilities."""
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special=False)
 
 
 def jobs_of(

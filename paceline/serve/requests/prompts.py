@@ -124,16 +124,21 @@ def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
 def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[int]]:
     """Return the token ids of each prompt of a text completion request. Raises RequestRefused for empty, far too long
     or otherwise invalid prompts."""
-    prompt, with_special = request.prompt, request.add_special_tokens is not False
-    is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
-    prompts, encoded = cast("list[str | list[int]]", [prompt] if is_one else prompt), list[list[int]]()
-    for text_or_ids in prompts:
+    with_special, encoded = request.add_special_tokens is not False, list[list[int]]()
+    for text_or_ids in prompts_of(request):
         check_characters([text_or_ids] if isinstance(text_or_ids, str) else [], model, "prompt")
         ids = encode_text(text_or_ids, model.tokenizer, with_special) if isinstance(text_or_ids, str) else text_or_ids
         encoded.append(check_ids(ids, model, "prompt"))
     if not encoded or not all(encoded):
         raise RequestRefused("the prompt is empty: give some text", param="prompt")
     return encoded
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """Return the prompts of a text completion request, each a text or its token ids."""
+    prompt = request.prompt
+    is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
+    return cast("list[str | list[int]]", [prompt] if is_one else prompt)
 
 
 def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
