@@ -178,6 +178,12 @@ def test_prompt_scores_are_the_same_with_and_without_drafts_streamed_or_not(live
         assert [each for part in streamed for each in part[name]] == bodies[0][name]
 
 
+@pytest.mark.parametrize(("num_prompt", "num_answer"), [(2047, 1), (2033, 15), (2000, 16)])
+def test_a_completion_without_a_limit_ends_with_the_context(live: Live, num_prompt: int, num_answer: int) -> None:
+    body = ask(live, TEXT, prompt=[5] * num_prompt, ignore_eos=True)
+    assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (num_answer, "length")
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_an_echoed_prompt_keeps_its_special_tokens(live: Live, offline: LLM, skip: bool) -> None:
     prompt = "<|im_start|>user\nh\u00e9<|im_end|>"

@@ -84,7 +84,7 @@ def completion_jobs(
         prompts,
         model,
         config,
-        max_tokens=request.max_tokens or MAX_TOKENS,
+        max_tokens=request.max_tokens,
         logprobs=request.logprobs,
         grammar=grammar_of(request),
     )
@@ -110,9 +110,10 @@ def jobs_of(
     grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
     """Return `n` jobs (answers to generate) for each prompt (token ids), in the order of the prompts. `max_tokens`:
-    longest answer; None allows `config.default_max_tokens`, within the context. `logprobs`: number of most probable
-    tokens to return at each position; None for no log-probabilities. `grammar`: (name of its request field, grammar).
-    Raises RequestRefused for values that are invalid or beyond this server's limits."""
+    longest answer; None allows `config.default_max_tokens` for a chat, 16 (MAX_TOKENS) for a text completion, both
+    within the context. `logprobs`: number of most probable tokens to return at each position; None for no
+    log-probabilities. `grammar`: (name of its request field, grammar). Raises RequestRefused for values that are
+    invalid or beyond this server's limits."""
     field, spec = grammar or (None, None)
     if spec is not None and model.mocked:
         message = (
@@ -136,14 +137,15 @@ def jobs_of(
         if wrong := next((token for token in tokens if not 0 <= token < model.vocab_size), None):
             message = f"{name} names token {wrong}, outside the vocabulary of {model.vocab_size}: remove it"
             raise RequestRefused(message, param=name)
-    prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    is_chat = isinstance(request, ChatRequest)
+    prompt_field, default = ("messages", config.default_max_tokens) if is_chat else ("prompt", MAX_TOKENS)
     most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)
     for prompt in prompts:
         if len(prompt) > most:
             message = f"the prompt has {len(prompt)} tokens, this server takes at most {most}: shorten it"
             raise RequestRefused(message, param=prompt_field, code="context_length_exceeded")
         room = model.max_len - len(prompt)
-        longest = max_tokens or min(room, config.default_max_tokens)
+        longest = max_tokens or min(room, default)
         try:
             each = replace(common, max_tokens=longest, min_tokens=request.min_tokens or 0)
         except PacelineError as error:
