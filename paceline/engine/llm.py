@@ -8,13 +8,14 @@ out[0].text, out[0].stats.tokens_per_round
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -300,19 +301,18 @@ class LLM:
         prompts, or one for each. `on_chunk`: function that is called with each `Chunk` of new output. Without it, all
         prompts together may finish sooner, because prefill chunks are larger.
 
-        Raises PromptError for one prompt instead of a list, SamplingError if the numbers of `params` and prompts
-        differ, the errors of `Engine.add`, and the error of a request that fails. An error or interrupt aborts all
-        requests of this call.
+        Raises PromptError for a prompt that is not a list of integers, SamplingError if the numbers of `params` and
+        prompts differ, the errors of `Engine.add`, and the error of a request that fails. An error or interrupt aborts
+        all requests of this call.
         """
-        if any(isinstance(prompt, int) for prompt in prompts):
-            raise PromptError("prompts is one list of token ids: give a list of such lists, as in [token_ids]")
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise SamplingError(f"{len(each)} params for {len(prompts)} prompts: give one for each, or one for all")
-        texts, done = [""] * len(prompts), dict[int, Completion]()
+        every = [_token_ids(prompt) for prompt in prompts]
+        each = [params] * len(every) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(every):
+            raise SamplingError(f"{len(each)} params for {len(every)} prompts: give one for each, or one for all")
+        texts, done = [""] * len(every), dict[int, Completion]()
         with (
             contextlib.nullcontext() if on_chunk or self._inboxes else self.engine.whole_chunks(),
-            contextlib.closing(self._answer(list(zip(prompts, each, strict=True)))) as answering,
+            contextlib.closing(self._answer(list(zip(every, each, strict=True)))) as answering,
         ):
             for place, chunk in answering:
                 seq = chunk.sequence
@@ -323,7 +323,7 @@ class LLM:
                     done[place] = Completion(*answer, stats, seq.logprobs, prompt_ids, seq.prompt_logprobs)
                 if on_chunk:
                     on_chunk(chunk)
-        return [done[place] for place in range(len(prompts))]
+        return [done[place] for place in range(len(every))]
 
     def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Generator[Chunk]:
         """Yields the new output of one answer after each step that adds to it. `prompt`: messages for the chat
@@ -364,10 +364,18 @@ class LLM:
     def _ids_of(self, prompt: list[Message] | str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if prompt and isinstance(prompt[0], int):
-            return [token for token in prompt if isinstance(token, int)]
-        with way_out(_RAW_TEXT):
-            return self.encode_chat([message for message in prompt if isinstance(message, dict)])
+        if isinstance(prompt, list | tuple) and (not prompt or isinstance(prompt[0], Mapping)):
+            with way_out(_RAW_TEXT):
+                return self.encode_chat(cast("list[Message]", [*prompt]))
+        return _token_ids(prompt)
+
+
+def _token_ids(prompt: Iterable[Any]) -> list[int]:
+    """Returns a prompt's token ids, also from an array or tensor. Raises PromptError if one is not an integer."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise PromptError(f"a prompt must be token ids ({error}): give each as integers, as in [1, 2]") from error
 
 
 def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:

@@ -6,15 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from torch import Tensor
 
 from paceline import LLM, SamplingParams
+from paceline.data.messages import MessageError
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.engine.engine import Chunk, Engine
-from paceline.errors import DrafterMismatchError, NumericsError
+from paceline.errors import DrafterMismatchError, NumericsError, PromptError
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -62,6 +66,28 @@ def test_answers_made_between_two_chunks_and_inside_a_callback(llm: LLM) -> None
 
     between = llm.generate_ids([[4, 5]], PARAMS, answer_another)[0].token_ids
     assert [tokens_of(chunks + list(stream)), between, *inside] == expected
+
+
+@pytest.mark.parametrize("prompt", [np.array([1, 2, 3]), [np.int64(1), 2, 3], torch.tensor([1, 2, 3]), (1, 2, 3)])
+def test_token_ids_of_arrays_and_tensors_are_read(llm: LLM, prompt: Any) -> None:
+    (expected,) = alone(llm, [1, 2, 3])
+    assert alone(llm, prompt) == [expected] == [tokens_of([*llm.stream(prompt, PARAMS)])]
+
+
+@pytest.mark.parametrize("prompt", [[1, 2.5, 3], [1, "2"], ["a", "b"], {"role": "user", "content": "a"}, None])
+def test_a_prompt_that_is_neither_text_nor_messages_nor_token_ids_is_refused(llm: LLM, prompt: Any) -> None:
+    for call in (lambda: llm.generate_ids([prompt], PARAMS), lambda: [*llm.stream(prompt, PARAMS)]):
+        with pytest.raises(PromptError, match="must be token ids"):
+            call()
+    assert not llm.engine.has_work
+
+
+def test_a_stream_leaves_out_no_message(llm: LLM) -> None:
+    message: Any = {"role": "user", "content": "a"}
+    (expected,) = llm.chat([[message]], PARAMS)
+    assert tokens_of([*llm.stream([message], PARAMS)]) == expected.token_ids
+    with pytest.raises(MessageError, match=r"messages\[1\]"):
+        [*llm.stream([message, "b"], PARAMS)]  # pyright: ignore[reportArgumentType]
 
 
 def test_a_stream_that_is_dropped_is_aborted_and_leaves_nothing(llm: LLM) -> None:
