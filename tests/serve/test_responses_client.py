@@ -197,6 +197,23 @@ def test_log_probabilities_are_the_chats(client: openai.OpenAI) -> None:
     assert wrong.value.param == "top_logprobs"
 
 
+def test_log_probabilities_include_the_end_token_streamed_or_not() -> None:
+    include: Any = {"include": ["message.output_text.logprobs"], "temperature": 0, "max_output_tokens": 99}
+    with serving(talker(eos_bonus=3.5)) as live, live.client() as client:
+        for question in "abcdef":
+            chat: Any = {"messages": [{"role": "user", "content": question}], "max_tokens": 99}
+            (choice,) = client.chat.completions.create(model="fake", temperature=0, logprobs=True, **chat).choices
+            assert choice.finish_reason == "stop" and choice.logprobs and choice.logprobs.content
+            expected = [(each.token, each.logprob) for each in choice.logprobs.content]
+            events = client.responses.create(model="fake", input=question, stream=True, **include)
+            streamed = [
+                each for event in events if event.type == "response.output_text.delta" for each in event.logprobs
+            ]
+            whole: Any = client.responses.create(model="fake", input=question, **include).output[0]
+            for logprobs in (streamed, whole.content[0].logprobs):
+                assert [(each.token, each.logprob) for each in logprobs] == expected
+
+
 @pytest.mark.parametrize(
     ("field", "more"),
     [

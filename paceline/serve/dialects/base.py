@@ -113,6 +113,9 @@ class Translated(Exchange):
                 self.parts[-1].logprobs += logprobs
                 yield from self.grown(self.parts[-1], piece, logprobs)
                 logprobs = []
+            if logprobs and self._is_open and not self.parts[-1].call:  # of tokens without text, such as the end token
+                self.parts[-1].logprobs += logprobs
+                yield from self.grown(self.parts[-1], "", logprobs)
             self.finish_reason = choice["finish_reason"] or self.finish_reason
         if usage := chunk.get("usage"):
             self.usage = usage
