@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import ConfigError, PacelineError, SamplingError
 
@@ -69,6 +70,39 @@ def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
                 if isinstance(error, SamplingError):
                     error.field = name
                 raise error
+
+
+def check_types(settings: Any) -> None:
+    """Check the value of every field of the dataclass object `settings` against the type in its annotation. Numbers of
+    NumPy are valid, a bool is not a number. Raises SamplingError for the first value of another type."""
+    for name, hint in _types_of(type(settings)).items():
+        if not _fits(value := getattr(settings, name), hint):
+            raise SamplingError(f"{name} must be of type {_named(hint)}, not {value!r:.80}", name)
+
+
+@functools.cache
+def _types_of(owner: type) -> dict[str, Any]:
+    return get_type_hints(owner)
+
+
+def _named(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_named, get_args(hint)))
+    return str(hint) if get_args(hint) else hint.__name__.replace("NoneType", "None")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(each, parts[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _fits(each, part) for pair in value.items() for each, part in zip(pair, parts, strict=True)
+        )
+    if parts:
+        return any(_fits(value, part) for part in parts)
+    number = {int: numbers.Integral, float: numbers.Real}.get(hint)
+    return isinstance(value, number or hint) and not (number and isinstance(value, bool))
 
 
 class Checked:

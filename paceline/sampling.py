@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from paceline.bounds import Count, Must, Share, check, within
+from paceline.bounds import Count, Must, Share, check, check_types, within
 from paceline.errors import SamplingError
 from paceline.lossy import Lossy
 
@@ -86,12 +87,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.lossy is not None:
             object.__setattr__(self, "lossy", Lossy.of(self.lossy))
-        for name in ("stop", "bad_words"):  # also given as one string
+        for name in ("stop", "bad_words", "stop_token_ids", "prediction"):  # also given as a list, texts as one text
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not isinstance(self.prediction, str):
-            object.__setattr__(self, "prediction", tuple(self.prediction))
+            if isinstance(value, str) and name != "prediction":
+                value = (value,)
+            elif isinstance(value, Iterable) and not isinstance(value, str):
+                value = tuple(value)
+            object.__setattr__(self, name, value)
+        check_types(self)
         check(self, SamplingError)
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"

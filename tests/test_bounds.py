@@ -7,10 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 
 from paceline.bounds import Count, Must, Positive, Rate, Share, Whole, at_least, check, within
 from paceline.errors import ConfigError, SamplingError
+from paceline.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,35 @@ def test_the_kind_of_error_is_the_callers() -> None:
 
     with pytest.raises(SamplingError, match="trays must be"):
         Late(trays=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": "1"}, "temperature must be of type float, not '1'"),
+        ({"max_tokens": 2.0}, "max_tokens must be of type int, not 2.0"),
+        ({"logprobs": True}, "logprobs must be of type int or None, not True"),
+        ({"ignore_eos": "no"}, "ignore_eos must be of type bool, not 'no'"),
+        ({"stop": None}, "stop must be of type tuple[str, ...], not None"),
+        ({"stop": [1]}, "stop must be of type tuple[str, ...], not (1,)"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids must be of type tuple[int, ...], not (1.5,)"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias must be of type dict[int, float] or None, not {'5': 1.0}"),
+        ({"prediction": ["a"]}, "prediction must be of type str or tuple[int, ...], not ('a',)"),
+        ({"grammar": "json"}, "grammar must be of type GrammarSpec or None, not 'json'"),
+    ],
+)
+def test_a_sampling_value_of_another_type_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SamplingError) as caught:
+        SamplingParams(**values)
+    assert (str(caught.value), caught.value.field) == (message, next(iter(values)))
+
+
+def test_numbers_of_numpy_and_lists_are_sampling_values() -> None:
+    values: Any = {
+        "temperature": np.float32(0.5),
+        "seed": np.int64(3),
+        "stop_token_ids": np.array([4, 5]),
+        "stop": ["a"],
+    }
+    params = SamplingParams(**values)
+    assert (params.temperature, params.seed, params.stop_token_ids, params.stop) == (0.5, 3, (4, 5), ("a",))
