@@ -27,12 +27,13 @@ def corpus_of(config: DistillConfig, sources: Sequence[Path]) -> Corpus:
     Raises PromptError if fewer than 6 (LEAST_HELDOUT) prompts are held out, or another model wrote the answers.
     """
     teaching, teacher = config.teaching, resolve(config.teacher.model)
-    check_answers(sources, Tokenizer.from_path(teacher).decode)
+    strict = config.prompting.strict
+    check_answers(sources, Tokenizer.from_path(teacher).decode, strict=strict)
     shape = checkpoint.load_config(teacher)
     longest = min(teaching.max_len, shape.max_position)
     if config.student.student:
         longest = min(longest, checkpoint.load_config(resolve(config.student.student)).max_position)
-    corpus = read_corpus(sources, longest, teaching.heldout_share, teaching.max_heldout, USUAL_HELDOUT)
+    corpus = read_corpus(sources, longest, teaching.heldout_share, teaching.max_heldout, USUAL_HELDOUT, strict=strict)
     check_vocabulary(corpus, shape.vocab_size)
     num_heldout = len({document.prompt for document in corpus.heldout})
     if num_heldout < LEAST_HELDOUT:
