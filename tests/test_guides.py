@@ -17,6 +17,7 @@ from command_lines import in_blocks, parse, section, words_of
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+README = ROOT / "README.md"
 BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 WITHOUT_COMMANDS = {"reference/glossary.md", "project/log/2026-11.md"}
 GUIDES = {
@@ -126,6 +127,14 @@ def test_a_page_says_what_it_is_for_and_shows_three_commands(page: Path) -> None
 
 def guide(heading: str) -> str:
     return section(DOCS / GUIDES[heading], heading)
+
+
+@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: page.name)
+def test_commands_need_the_checkout_and_an_active_environment(page: Path) -> None:
+    """`paceline` is on no package index, and a command that works in one terminal works in the next page's."""
+    if page.parent.name != "log":
+        text = page.read_text(encoding="utf-8")
+        assert re.findall(r"\.venv/bin/(?!activate)\w+|pip install [^`\n]*\bpaceline(?:\[\w+\]|\b(?!\.)).*", text) == []
 
 
 @pytest.mark.parametrize("heading", GUIDES)
