@@ -4,9 +4,12 @@ way."""
 from __future__ import annotations
 
 import functools
+import json
+import os
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +158,23 @@ def lines() -> list[str]:
 @pytest.mark.parametrize("line", lines())
 def test_a_command_line_is_taken(line: str) -> None:
     parse(words_of(" ".join(line.split())))
+
+
+def test_the_tutorial_on_drift_writes_its_requests(tmp_path: Path) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (block,) = re.findall(
+        r"```sh\n(.*?)```", section(DOCS / "tutorials" / "keep-it-fitted.md", "1. Requests of two kinds"), re.DOTALL
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=os.environ | {"PATH": path}, check=True)
+    kinds = {name: tmp_path / "runs" / "fitted" / f"{name}-requests.jsonl" for name in ("code", "train", "heldout")}
+    bodies = {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in kinds.items()}
+    assert {name: len({str(body) for body in each}) for name, each in bodies.items()} == {
+        "code": 60,
+        "train": 120,
+        "heldout": 60,
+    }
+    assert bodies["train"][0]["messages"][-1]["role"] == "user" and bodies["code"][0]["max_tokens"] == 64
 
 
 def test_the_table_of_errors_has_every_code_that_the_server_sends() -> None:

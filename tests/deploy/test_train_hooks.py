@@ -1,4 +1,4 @@
-"""The training commands of docs/tutorials/keep-it-fitted.md, as `paceline adapt watch` runs them.
+"""The training commands of docs/how-to/adapt.md, as `paceline adapt watch` runs them.
 
 Lines and train.sh come from the page itself. torchrun and python only note how they were called, and leave a drafter;
 srun and kubectl are programs of the same name that check their own options, and run the command line behind them.
@@ -24,7 +24,7 @@ from paceline.loop.adapt.config import RetrainConfig
 from paceline.loop.adapt.gate.retrain import Job, not_trained, train_command
 
 ROOT = Path(__file__).parents[2]
-PAGE = section(ROOT / "docs" / "tutorials" / "keep-it-fitted.md", "Train on other machines")
+PAGE = section(ROOT / "docs" / "how-to" / "adapt.md", "Train on other machines")
 SCRIPT, EXPORT, *LINES = shell_lines(PAGE)
 HOOKS = {str(parse(words_of(line))["train_command"]): line for line in LINES}
 TRAINER = """
