@@ -284,8 +284,8 @@ def _shape(layer: Mapping[str, Any], path: Path) -> DecoderConfig:
 
 
 def _taps(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    own = part(raw, path, "eagle_config")
-    part(raw, path, "speculators_config", "verifier")
+    own = part(dict(raw), path, "eagle_config")
+    part(dict(raw), path, "speculators_config", "verifier")
     if own.get("use_aux_hidden_state") is False:
         raise UnsupportedModelError(
             f"{path}: use_aux_hidden_state is false: drafters that read the last hidden state alone are not implemented"

@@ -151,7 +151,8 @@ def check_scorer(scorer: Row, where: str) -> None:
         raise PromptError(f"{where}: scorer {kind} needs {missing[0]!r}")
     try:
         if kind == "numeric":
-            float(scorer["answer"]), float(scorer.get("tolerance", 0.0))
+            float(scorer["answer"])
+            float(scorer.get("tolerance", 0.0))
         elif kind == "regex":
             re.compile(scorer["pattern"])
         elif kind == "json":
