@@ -144,7 +144,11 @@ PARTS = {"loss": "loop.loss", "optim": "loop.optim"}
 
 
 def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) -> asks.TrainConfig:
-    """Return the run file's settings, overridden by the command line's. Raises ConfigError."""
+    """Return the run file's settings, overridden by the command line's. Raises ConfigError, also for an option that has
+    no effect next to the others."""
+    from paceline.train.plan.choices import trained_kind
+    from paceline.train.unused_settings import check_unused
+
     parted = [name.partition(".") for name in names]
     typed_names = {f"{PARTS.get(part, part)}.{field}".removeprefix("config.") for part, _, field in parted}
     if "loop.seed" in typed_names:
@@ -152,7 +156,9 @@ def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) ->
     tree = read_run_file(run_file) if run_file else {}
     if "minutes" in typed_names:  # the file's minutes for steps are those of another plan
         tree.get("loop", {}).pop("max_minutes", None)
-    return config_of(overlaid(tree, config, typed_names), run_file or "--config")
+    config = config_of(overlaid(tree, config, typed_names), run_file or "--config")
+    check_unused(config, trained_kind(config), typed_names)
+    return config
 
 
 ANSWERS = {**_renamed("answering"), "variables": Opt("--template-variable")}

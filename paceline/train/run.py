@@ -85,7 +85,7 @@ class TrainResult:
 
 def run(config: TrainConfig, progress: Progress) -> TrainResult:
     """Trains a drafter; the implementation of `paceline.train.train`."""
-    chosen = for_chains(config)  # first: it refuses settings without effect
+    chosen = for_chains(config)  # first: it refuses settings that contradict each other
     _check_inputs(config)
     ranks = Ranks.here()
     with (

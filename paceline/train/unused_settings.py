@@ -1,11 +1,8 @@
-"""Refuses settings of a training, and of other readers of prompts, that have no effect next to their other settings.
-
-A setting at its default is not refused, because a file of settings that a run has written holds all of them.
-"""
+"""Refuses options of a training, and settings of other readers of prompts, that have no effect next to the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from paceline.errors import ConfigError, refuse
 from paceline.train.config import PromptsConfig, TrainConfig
@@ -29,27 +26,41 @@ OF_OTHERS = {
 OF_ANSWERS = ("answering.temperatures", "answering.samples", "answering.raw")
 
 
-def check_unused(config: TrainConfig, kind: str) -> None:
-    """Raises ConfigError, with its name, for a setting that the user gave although it has no effect. `kind`: drafting
-    method of the drafter that is trained, which may be that of `config.init`."""
+def check_used(config: TrainConfig, kind: str) -> None:
+    """Raises ConfigError for settings that contradict each other, also if they are from a run.yaml or from Python.
+    `kind`: drafting method of the drafter that is trained."""
     keeper = "ray" if config.remote.ray is not None else "shared_features" if config.shared_features else ""
     is_stored = config.features in ("auto", "cached") and config.feature_dtype == "model"
     states = "keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
-    is_another_block = config.shape.is_chained and config.shape.block_size != 1 + config.shape.ttt_steps
+    is_apart = bool(config.prompting.tags) and not (config.prompting.prompts or config.answers)
+    shapes = [name for name in OF_OTHERS[kind] if config.shape.is_chained and name.startswith("shape.")]
+    set_up = [name for name in shapes if value_of(config, name) is not None and value_of(TrainConfig(), name) is None]
     refuse(
         ConfigError,
         (bool(keeper) and not is_stored, f"{keeper} {states}"),
+        (is_apart, "tags means nothing without prompts or answers of traces: leave it out"),
+        *((True, f"{name.removeprefix('shape.')} means nothing for {kind} drafters: leave it out") for name in set_up),
+    )
+
+
+def check_unused(config: TrainConfig, kind: str, typed: Collection[str]) -> None:
+    """Raises ConfigError for a setting of the command line that has no effect next to the others. `typed`: names of the
+    settings on the command line, such as "shape.start"; settings from a run.yaml or from Python may hold values that
+    another drafter needed, or that follow from others. `kind`: as in `check_used`."""
+    is_another_block = config.shape.is_chained and config.shape.block_size != 1 + config.shape.ttt_steps
+    refuse(
+        ConfigError,
         (
-            config.init is not None and config.is_given("shape.start"),
+            config.init is not None and "shape.start" in typed,
             f"start means nothing for the drafter of --init {config.init}, which has layers: leave it out",
         ),
         (
-            is_another_block and config.is_given("shape.block_size"),
+            is_another_block and "shape.block_size" in typed,
             f"block_size means nothing for {kind} drafters, whose blocks are ttt_steps and the anchor: leave it out",
         ),
     )
     for name, where in _unused(config, kind):
-        if config.is_given(name) and value_of(config, name) != value_of(TrainConfig(), name):
+        if name in typed and value_of(config, name) != value_of(TrainConfig(), name):
             raise ConfigError(f"{name.rpartition('.')[2]} means nothing {where}: leave it out")
 
 
@@ -70,7 +81,6 @@ def _unused(config: TrainConfig, kind: str) -> Iterator[tuple[str, str]]:
         (config.features == "streamed" or remote.features_from, "stream_buffer", f"for features {config.features}"),
         (not remote.features_at or not loop.serve_share, "loop.serve_share", "for a target that runs elsewhere"),
         (prompting.prompts or is_evaluated or is_tiny, "prompting.limit", "without prompts to read"),
-        (prompting.prompts or config.answers, "prompting.tags", "without prompts or answers of traces"),
         (writes, "prompting.openers", "without self_written prompts"),
         *((prompting.prompts or writes or is_evaluated, name, "without prompts to answer") for name in OF_ANSWERS),
     ):

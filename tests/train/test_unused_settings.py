@@ -1,9 +1,10 @@
-"""Settings of `train` that would have no effect next to others: each is refused by name, never ignored."""
+"""Options of `train` that would have no effect next to others: each is refused by name, never ignored."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +20,8 @@ from paceline.draft.eagle3.checkpoint import Eagle3Config
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.draft.formats.export import export
 from paceline.draft.formats.family import drafter_of
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PromptError
 from paceline.model.target import Target
-from paceline.train import train
 from paceline.train.config import (
     AnswerConfig,
     DrafterShape,
@@ -33,11 +33,14 @@ from paceline.train.config import (
 )
 from paceline.train.learn.initial_weights import network_for
 from paceline.train.methods.kinds import check_drafter
-from paceline.train.plan.choices import for_chains
+from paceline.train.plan.choices import for_chains, trained_kind
 from paceline.train.plan.target_facts import read_target
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.run_file import write_run_file
 from paceline.train.tiny import write_tiny_target
+from paceline.train.unused_settings import check_unused
+
+PARTS = ("prompting", "answering", "remote", "shape", "loop", "loop.loss", "loop.optim")
 
 
 @pytest.fixture
@@ -54,6 +57,14 @@ def drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         drafter_of(network_for(sizes, "none", shape, tmp_path / "dflash", 0)[1]).save(tmp_path / kind)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def checked(config: TrainConfig) -> TrainConfig:
+    """As the command does it, with every setting that differs from its default on the command line."""
+    names = [f"{part}.{each.name}" for part in PARTS for each in fields(attrgetter(part)(config))]
+    names += [each.name for each in fields(config)]
+    check_unused(config, trained_kind(config), [name for name in names if config.is_given(name)])
+    return for_chains(config)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +87,15 @@ def test_settings_of_new_drafters_are_refused_next_to_init(
         paceline("train", "--target", drafters / "target", "--out", "run", "--init", init, *words, *more)
 
 
-def test_settings_of_new_drafters_are_refused_next_to_init_from_python_and_from_a_file(drafters: Path) -> None:
-    config = TrainConfig(Path("run"), EngineConfig("target"), init="dflash", shape=DrafterShape(start="copied"))
-    with pytest.raises(ConfigError, match="start means nothing for the drafter of --init dflash"):
-        train(config)
-    Path("start.yaml").write_text("target: {model: target}\ninit: dflash\nshape: {start: copied}\n")
-    with pytest.raises(ConfigError, match="--first-layers means nothing for the drafter of --init dflash"):
-        paceline("train", "--config", "start.yaml", "--out", "run")
+def test_a_run_file_may_hold_settings_that_its_drafter_decides(drafters: Path) -> None:
+    """`--init` next to the file of a new drafter, and a file that an earlier version wrote next to `--init`."""
     config = TrainConfig(Path("run"), EngineConfig("target"), init="dflash", given=("init", "target.model", "out"))
     write_run_file(config)
     paceline("train", "--config", "run/run.yaml", "--dry-run", "--device-name", "H100")
+    Path("start.yaml").write_text("target: {model: target}\nprompting: {limit: 5}\nshape: {start: random}\n")
+    words = ("--answers", "answers", "--init", "dflash", "--out", "run")
+    with pytest.raises(PromptError, match="answers"):  # the settings are accepted: what is missing are answers
+        paceline("train", "--config", "start.yaml", *words)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +151,7 @@ def test_settings_of_another_method_or_loss_are_refused(
 ) -> None:
     config = TrainConfig(shape=DrafterShape(kind=kind, **shape), loop=LoopConfig(**loop))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        assert for_chains(for_chains(config)) == for_chains(config)
+        assert checked(checked(config)) == checked(config)
 
 
 @pytest.mark.parametrize(
@@ -190,15 +200,15 @@ def test_options_without_effect_next_to_others_are_refused(
 )
 def test_the_same_options_next_to_what_they_need_are_used(changes: dict[str, Any]) -> None:
     config = TrainConfig(**changes)
-    assert for_chains(config) == config
+    assert checked(config) == config
 
 
 def test_settings_of_the_method_of_init_are_used(drafters: Path) -> None:
     """A DFlash 2 drafter stays one without --drafter-kind."""
     config = TrainConfig(init="dflash2", loop=LoopConfig(selector_from=0.5))
-    assert for_chains(config) == config
+    assert checked(config) == config
     with pytest.raises(ConfigError, match="selector_from means nothing for learn low-rank, which leaves the selector"):
-        for_chains(replace(config, loop=replace(config.loop, learn="low-rank")))
+        checked(replace(config, loop=replace(config.loop, learn="low-rank")))
 
 
 def test_a_speculators_folder_is_continued_with_a_plan(drafters: Path) -> None:

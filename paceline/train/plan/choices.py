@@ -21,7 +21,7 @@ from paceline.simulate.costs.shapes import FORMATS, Precisions
 from paceline.train.config import DrafterShape, LoopConfig, TrainConfig
 from paceline.train.plan.target_facts import BLOCK_BYTES, MachineFacts, TargetFacts
 from paceline.train.run_file import value_of, with_defaults, with_value
-from paceline.train.unused_settings import check_unused
+from paceline.train.unused_settings import check_used
 
 if TYPE_CHECKING:
     from paceline.draft.dflash.config import DFlashConfig
@@ -60,7 +60,7 @@ def for_chains(config: TrainConfig) -> TrainConfig:
     Raises ConfigError for settings that do not fit the drafter's type."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
     check_part(config)
-    check_unused(config, _trained_kind(config))
+    check_used(config, trained_kind(config))
     if not shape.is_chained:
         return config if loop.learn == "all" else with_defaults(config, {"loop.optim.lr": PART_RATE})
     is_eagle3 = kind == "eagle3"
@@ -83,7 +83,7 @@ def for_chains(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _trained_kind(config: TrainConfig) -> str:
+def trained_kind(config: TrainConfig) -> str:
     """Returns the drafting method of the drafter that is trained; a DFlash 2 or DSpark drafter in `init` stays one."""
     if config.init is None or config.shape.is_chained:
         return config.shape.kind
