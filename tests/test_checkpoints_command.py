@@ -54,18 +54,6 @@ def test_either_format_has_the_targets_rows(target: Path, drafter: Path, tmp_pat
     assert ids is not None and own is not None and len(ids) == 129 and torch.equal(own.float(), head.float()[ids])
 
 
-def test_a_target_that_an_export_does_not_read_is_refused(
-    eagle3: Path, target: Path, drafter: Path, tmp_path: Path
-) -> None:
-    """The files held nothing of it."""
-    out, own = tmp_path / "out", tmp_path / "own"
-    run("export", str(drafter), "--format", "z-lab", "--model", str(target), "--out", str(own))  # with a head
-    for one, form in ((eagle3, "specforge"), (own, "z-lab")):
-        with pytest.raises(ConfigError, match="--model means nothing here: .*: leave it out"):
-            run("export", str(one), "--format", form, "--model", str(target), "--out", str(out))
-        assert not out.exists()
-
-
 @pytest.mark.parametrize(
     ("words", "option"),
     [

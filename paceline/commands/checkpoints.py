@@ -83,16 +83,11 @@ def export(
     if kind == "mtp" or form == "target":
         return _into_target(folder, form, model, out)
     if kind == "eagle3":
-        if form == "specforge":
-            _refuse_model(drafter, model, "the format specforge does not name the target")
         return _eagle3(folder, form, model, out)
     stored = read_stored(folder)
     ids, head_VD = stored.vocabulary
     has_place = form == "gguf" or stored.config.second is None
-    needs_head = ids is not None and head_VD is None and has_place
-    if form == "z-lab" and not needs_head:
-        _refuse_model(drafter, model, "nothing of the target belongs into this drafter's files in z-lab's format")
-    rows, verifier = _target(model, needs_head=needs_head)
+    rows, verifier = _target(model, needs_head=ids is not None and head_VD is None and has_place)
     target = resolve_model(model) if model is not None and form == "gguf" else None
     left_out = write(
         stored, form, out, head_rows=rows, verifier=verifier, target=target if target and is_gguf(target) else None
@@ -101,12 +96,6 @@ def export(
         say(f"left out: {setting}")
     say(f"{folder} ({stored.form}) is in {out}, in {form} format")
     return {"drafter": str(folder), "from": stored.form, "format": form, "out": str(out), "left_out": left_out}
-
-
-def _refuse_model(drafter: str, model: str | None, why: str) -> None:
-    """Raise ConfigError if `model` is given but not needed, not even to find the drafter "default"."""
-    if model is not None and drafter != "default":
-        raise ConfigError(f"--model means nothing here: {why}: leave it out")
 
 
 def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
