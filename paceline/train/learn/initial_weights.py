@@ -159,7 +159,7 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
             f"--init default: no drafter ships for {target_name}, only for {having}: give a folder with config.json"
         )
     folder = shipped.find(target_name) if init == "default" else Path(os.path.expanduser(init))
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise ConfigError(f"--init {init}: there is no drafter in {folder}: give a folder with config.json")
     return folder
 

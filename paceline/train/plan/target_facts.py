@@ -89,7 +89,7 @@ def read_target(target: EngineConfig) -> TargetFacts:
     name, path = target.model, Path(os.path.expanduser(target.model))
     if name in BUILTINS:
         path = BUILTINS[name].kept_in(cache_home())
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if os.path.isfile(path) and path.suffix.lower() == ".gguf":
         return _gguf_facts(name, path)
     if is_adapter(path):
         base = read_target(replace(target, model=base_name(path)))
