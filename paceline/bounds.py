@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -91,14 +91,17 @@ def _named(hint: Any) -> str:
     return str(hint) if get_args(hint) else hint.__name__.replace("NoneType", "None")
 
 
+def _all_fit(values: Iterable[Any], hint: Any) -> bool:
+    """Returns True if every value is of the type `hint`, which must be no collection; checks one value of each type."""
+    return all(_fits(each, hint) for each in {type(each): each for each in values}.values())
+
+
 def _fits(value: Any, hint: Any) -> bool:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(each, parts[0]) for each in value)
+        return isinstance(value, tuple) and _all_fit(value, parts[0])
     if origin is dict:
-        return isinstance(value, dict) and all(
-            _fits(each, part) for pair in value.items() for each, part in zip(pair, parts, strict=True)
-        )
+        return isinstance(value, dict) and _all_fit(value, parts[0]) and _all_fit(value.values(), parts[1])
     if parts:
         return any(_fits(value, part) for part in parts)
     number = {int: numbers.Integral, float: numbers.Real}.get(hint)

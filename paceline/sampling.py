@@ -23,6 +23,10 @@ class GrammarSpec:
     kind: GrammarKind
     text: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise SamplingError(f"grammar: text must be of type str, not {self.text!r:.80}: give a schema as JSON text")
+
 
 def _are_biases(bias: dict[int, float]) -> bool:
     return all(value < math.inf for value in bias.values())  # and so no NaN
@@ -85,7 +89,7 @@ class SamplingParams:
     "typical:eps=0.09,delta=0.3"."""
 
     def __post_init__(self) -> None:
-        if self.lossy is not None:
+        if isinstance(self.lossy, str):
             object.__setattr__(self, "lossy", Lossy.of(self.lossy))
         for name in ("stop", "bad_words", "stop_token_ids", "prediction"):  # also given as a list, texts as one text
             value = getattr(self, name)

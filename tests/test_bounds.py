@@ -12,7 +12,7 @@ import pytest
 
 from paceline.bounds import Count, Must, Positive, Rate, Share, Whole, at_least, check, within
 from paceline.errors import ConfigError, SamplingError
-from paceline.sampling import SamplingParams
+from paceline.sampling import GrammarSpec, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,21 @@ def test_the_kind_of_error_is_the_callers() -> None:
         ({"logit_bias": {"5": 1.0}}, "logit_bias must be of type dict[int, float] or None, not {'5': 1.0}"),
         ({"prediction": ["a"]}, "prediction must be of type str or tuple[int, ...], not ('a',)"),
         ({"grammar": "json"}, "grammar must be of type GrammarSpec or None, not 'json'"),
+        ({"lossy": 5}, "lossy must be of type Lossy or None, not 5"),
+        ({"stop_token_ids": [1, 2, "3", 4]}, "stop_token_ids must be of type tuple[int, ...], not (1, 2, '3', 4)"),
     ],
 )
 def test_a_sampling_value_of_another_type_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingError) as caught:
         SamplingParams(**values)
     assert (str(caught.value), caught.value.field) == (message, next(iter(values)))
+
+
+def test_a_schema_that_is_no_text_is_refused() -> None:
+    """A dict ended in an AttributeError when the grammar was compiled."""
+    schema: Any = {"type": "object"}
+    with pytest.raises(SamplingError, match="grammar: text must be of type str, not .*: give a schema as JSON text"):
+        GrammarSpec("json_schema", schema)
 
 
 def test_numbers_of_numpy_and_lists_are_sampling_values() -> None:
