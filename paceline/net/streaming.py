@@ -205,7 +205,8 @@ def _is_open(idle: socket.socket) -> bool:
 def error_text(body: bytes) -> str:
     """Return the message of an error in OpenAI's format as one line, or the beginning of any other body."""
     text = body.decode("utf-8", "replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         error = json.loads(text)["error"]
-        text = str(error["message"] if isinstance(error, dict) else error)
+        message = error["message"] if isinstance(error, dict) else error
+        text = text if message is None else str(message)
     return " ".join(text.split())[:200] or "no message"

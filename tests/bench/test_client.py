@@ -48,6 +48,8 @@ def test_where_the_bytes_are_cut_does_not_matter(size: int) -> None:
         (stream(b'{"error": "busy"}', status=503), "status 503: busy"),
         (stream(b"oh  no", status=502), "status 502: oh no"),
         (stream(b"", status=500), "status 500: no message"),
+        (stream(b'{"error": {"message": null}}', status=500), 'status 500: {"error": {"message": null}}'),
+        (stream(b"[" * 100_000, status=500), "status 500: " + "[" * 200),
     ],
 )
 def test_what_can_be_wrong_with_an_answer(whole: Stream, error: str) -> None:

@@ -333,7 +333,7 @@ def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
     for when, data in events[:-1]:
         try:
             chunk = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return Answer(error="an event of the stream is no JSON")
         if "error" in chunk:
             return Answer(error=error_text(data))
