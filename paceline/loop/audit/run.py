@@ -100,7 +100,8 @@ class Auditor:
         prompt = self.endpoint.prompt_ids(request.prompt)
         is_other = answer.prompt_ids is not None and answer.prompt_ids != list(prompt)
         num_prompt = len(answer.prompt_ids or ()) if is_other else answer.prompt_tokens
-        num_tokens = None if answer.token_ids is None else len(answer.token_ids)
+        is_counted = answer.has_ids or bool(answer.logprobs) or answer.completion_tokens is not None
+        num_tokens = len(answer.token_ids) if answer.token_ids is not None and is_counted else None
         return Usage(
             len(prompt), num_prompt, num_tokens, answer.completion_tokens, request.max_tokens, answer.finish_reason
         )

@@ -28,6 +28,7 @@ from paceline.loop.distill.start import check_layers, check_same_words, kept_lay
 from paceline.model import checkpoint
 from paceline.model.gguf.to_folder import config_json_of
 from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.unused_settings import check_prompts
 
 TIMED, READ = 2, 4
 BYTES_A_WEIGHT, BYTES_FROZEN = 16, 4
@@ -55,6 +56,7 @@ def price(config: DistillConfig) -> Price:
         raise ConfigError(
             "a dry run times steps on answers: make them first with paceline regenerate, and give --answers FOLDER"
         )
+    check_prompts(config.prompting, has_answers=True)
     with needing(ConfigError, "distill trains with Transformers and TRL: pip install 'paceline[distill]'"):
         import transformers
     del transformers

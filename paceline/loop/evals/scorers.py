@@ -157,9 +157,11 @@ def check_scorer(scorer: Row, where: str) -> None:
             re.compile(scorer["pattern"])
         elif kind == "json":
             _check_json(scorer)
-        elif no_text := [name for name in TEXTS if not isinstance(scorer.get(name) or "", str)]:
-            raise ValueError(f"{no_text[0]} must be a text")
-    except (TypeError, ValueError, re.error) as error:
+        elif kind in ("code", "judge"):
+            no_text = [name for name in TEXTS if not isinstance(scorer.get(name) or "", str)]
+            if no_text:
+                raise ValueError(f"{no_text[0]} must be a text")
+    except (TypeError, ValueError, OverflowError, re.error) as error:
         raise PromptError(
             f"{where}: scorer {kind} cannot be used ({' '.join(str(error).split())}): correct it"
         ) from error
