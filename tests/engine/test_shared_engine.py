@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -77,8 +77,10 @@ def test_token_ids_of_arrays_and_tensors_are_read(llm: LLM, prompt: Any) -> None
 @pytest.mark.parametrize("prompt", [[1, 2.5, 3], [1, "2"], ["a", "b"], {"role": "user", "content": "a"}, None])
 def test_a_prompt_that_is_neither_text_nor_messages_nor_token_ids_is_refused(llm: LLM, prompt: Any) -> None:
     for call in (lambda: llm.generate_ids([prompt], PARAMS), lambda: [*llm.stream(prompt, PARAMS)]):
-        with pytest.raises(PromptError, match="must be token ids"):
+        with pytest.raises(PromptError, match="must be a list of token ids"):
             call()
+    with pytest.raises(PromptError, match=r"not iterable\): give \[\[1, 2\]\] for one prompt"):
+        llm.generate_ids(cast(Any, [1, 2, 3]), PARAMS)
     assert not llm.engine.has_work
 
 

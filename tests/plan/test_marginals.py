@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 from paceline.plan import marginals as module
 from paceline.plan.marginals import Marginals, MockedPlanner, Tally, path_that_stands
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner
-from paceline.plan.trees import NONE_OF_THEM, Candidates, Said, grow, target_ranks
+from paceline.plan.trees import NONE_OF_THEM, Candidates, TargetRanks, grow, target_ranks
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.rules import MOCKED, mocked
 
@@ -30,24 +30,30 @@ THREE = Marginals(((0.7, 0.12, 0.05), (0.6, 0.2, 0.05), (0.65, 0.1, 0.05)))
 
 def test_what_a_round_says_beside_the_candidates() -> None:
     candidates = Candidates([[5, 6, 7], [8, 9, 3], [4, 2, 1]], [[0.0] * 3] * 3)
-    assert target_ranks(candidates, [6]) == Said(0, 1)
-    assert target_ranks(candidates, [5, 3]) == Said(1, 2)
-    assert target_ranks(candidates, [5, 8, 99]) == Said(2, NONE_OF_THEM)
-    assert target_ranks(candidates, [5, 8]) == Said(2, None), "the answer ended"
-    assert target_ranks(candidates, [5, 8, 4, 77]) == Said(3, None), "the whole block stood"
-    assert target_ranks(Candidates([], []), [5]) == Said(0, None)
+    assert target_ranks(candidates, [6]) == TargetRanks(0, 1)
+    assert target_ranks(candidates, [5, 3]) == TargetRanks(1, 2)
+    assert target_ranks(candidates, [5, 8, 99]) == TargetRanks(2, NONE_OF_THEM)
+    assert target_ranks(candidates, [5, 8]) == TargetRanks(2, None), "the answer ended"
+    assert target_ranks(candidates, [5, 8, 4, 77]) == TargetRanks(3, None), "the whole block stood"
+    assert target_ranks(Candidates([], []), [5]) == TargetRanks(0, None)
 
 
 def test_candidates_that_depend_on_the_token_before() -> None:
     candidates = Candidates(
         [[1, 2], [0, 0]], [[0.0] * 2] * 2, behind=lambda slot, before: ([10 * before, 7], [0.0, -1.0])
     )
-    assert target_ranks(candidates, [1, 10, 5]) == Said(2, None) and target_ranks(candidates, [1, 7]) == Said(1, 1)
+    assert target_ranks(candidates, [1, 10, 5]) == TargetRanks(2, None)
+    assert target_ranks(candidates, [1, 7]) == TargetRanks(1, 1)
 
 
 def test_counts_become_chances() -> None:
     tally = Tally()
-    for observed, times in ((Said(2, None), 400), (Said(1, 1), 100), (Said(0, 1), 300), (Said(0, NONE_OF_THEM), 200)):
+    for observed, times in (
+        (TargetRanks(2, None), 400),
+        (TargetRanks(1, 1), 100),
+        (TargetRanks(0, 1), 300),
+        (TargetRanks(0, NONE_OF_THEM), 200),
+    ):
         for _ in range(times):
             tally.add(observed)
     assert tally.tried == [1000, 500] and tally.stood == [[500, 300], [400, 100]] and tally.num_rounds == 1000
