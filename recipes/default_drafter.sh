@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about eight hours) or a GPU.
 #
-#   DATA=path/to/prompt/sets bash recipes/default_drafter.sh
+#   DATA=path/to/prompt/sets MANUALS=unpacked NEWS=test_data CLUES=builds bash recipes/default_drafter.sh
 #
 # Killed, the same command goes on. DATA holds gsm8k_train.jsonl, mbpp_train.jsonl, t0_tasks.jsonl, user_instructions.jsonl and
 # seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES, MORE_MINUTES,
-# SECOND_MINUTES to SIXTH_MINUTES (of training), FORTUNES, PROCESSES.
+# SECOND_MINUTES to SEVENTH_MINUTES (of training), FORTUNES, MANUALS, NEWS, CLUES, PROCESSES.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 data=${DATA:?name the folder of prompt sets, as in DATA=prompts bash recipes/default_drafter.sh}
+what="see recipes/manual_prompts.py"
+manuals=${MANUALS:?name the folder of unpacked manuals, $what} news=${NEWS:?name the folder of news, $what}
+clues=${CLUES:?name the folder of quiz clues, $what}
 out=${OUT:-runs/default-drafter}
 target=smollm2-135m
 
@@ -112,7 +115,7 @@ halfway "$out/fourth/drafter" "$out/fifth/drafter" "$out/mean"
 "${many[@]}" "${general[@]}" --out "$out/sixth" --init "$out/mean" --max-minutes "${SIXTH_MINUTES:-55}" --lr 7e-4 \
     --sliding-window 1024
 
-# 12. Halfway back to step 10, then a window of 512, and 8 bits. (Behind 2,000 and 6,000 tokens, longer than all documents of the
+# 12. Halfway back to step 10. (A window of 512 shipped then: behind 2,000 and 6,000 tokens, longer than all documents of the
 # training, 1,024 costs a twentieth and more; 512 nothing, and summaries a hundredth.)
 windowed() {
     python -c "import json, shutil, sys; from pathlib import Path
@@ -121,6 +124,23 @@ path.write_text(json.dumps(json.loads(path.read_text()) | {'sliding_window': int
 }
 windowed "$out/blended" "$out/w1024" 1024
 halfway "$out/w1024" "$out/sixth/drafter" "$out/last"
-windowed "$out/last" "$out/w512" 512
-python recipes/pack_drafter.py "$out/w512" --out "$out/shipped"
+
+# 13. More of general text: manuals, dictionaries and news. (recipes/manual_prompts.py says what MANUALS, NEWS and CLUES hold.) Then
+# halfway back, and a window of 512.
+python recipes/manual_prompts.py --root "$manuals" --news "$news" --clues "$clues" --out "$out/manuals"
+for name in translations facts; do
+    "${answer[@]}" --prompts "$out/manuals/$name.jsonl" --out "$out/manual-$name"
+done
+"${write[@]}" --prompts "$out/manuals/summaries.jsonl" --prompts "$out/manuals/passages.jsonl" --max-tokens 160 \
+    --max-prompt-tokens 1200 --limit 1275 --out "$out/manual-long"
+"${write[@]}" --max-tokens 160 --self-written 1200 --openers "$out/general/openers.txt" --seed 6 --out "$out/manual-questions"
+"${write[@]}" --max-tokens 160 --self-written 1200 --openers "$out/manuals/openers.txt" --seed 7 --out "$out/manual-written"
+for folder in translations facts long questions written; do
+    general+=(--answers "$out/manual-$folder/answers")
+done
+"${many[@]}" "${general[@]}" --out "$out/seventh" --init "$out/last" --max-minutes "${SEVENTH_MINUTES:-36}" --lr 1e-3 \
+    --sliding-window 1024
+halfway "$out/last" "$out/seventh/drafter" "$out/newest"
+windowed "$out/newest" "$out/newest-w512" 512
+python recipes/pack_drafter.py "$out/newest-w512" --out "$out/shipped"
 echo "drafter: $out/shipped"

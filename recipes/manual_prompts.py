@@ -7,8 +7,8 @@ installation guide, debian-handbook, debian-reference-{de,fr,it}, debian-faq-de,
 dict-gcide, dict-jargon and wordnet-base. `--news` is the folder of gensim's test data (news of the Lee corpus), `--clues`
 that of npm's nlp-corpus (sentences with "this city" or "these animals" become quiz clues).
 
-Writes translations.jsonl, summaries.jsonl, passages.jsonl (questions about dictionary entries) and facts.jsonl. Seeded:
-the same files each time. Nothing of a test set is read.
+Writes translations.jsonl, summaries.jsonl, passages.jsonl (questions about dictionary entries), facts.jsonl, and openers.txt
+(beginnings of prompts for the target to write). Seeded: the same files each time. Nothing of a test set is read.
 """
 
 from __future__ import annotations
@@ -71,6 +71,33 @@ QUIZ = (
     "Which one is it? {s}",
     "Quiz: {s}\nGive the answer and say one more thing about it.",
 )
+OPENERS = """
+Write a short email to
+Explain how
+Describe the
+Give me three reasons why
+List five
+What are the advantages of
+Compare
+How can I
+Suggest a
+Write a story about
+Summarize the
+Create a plan for
+Rewrite the following sentence
+Imagine you are
+Give an example of
+What would happen if
+Help me
+Define
+Outline the steps
+Classify
+Why is it that
+Can you recommend
+Draft a
+Tell me about
+"""
+"""Beginnings of prompts that the target writes itself."""
 CLUE = re.compile(
     r"\b(this|these)\b (\w+ ){0,2}(country|state|man|city|author|river|film|word|king|president|company|animal|island"
     r"|poet|play|novel|capital|war|bird|planet|sport|game|group|actor|singer|nation|team|instrument)"
@@ -194,6 +221,7 @@ def main() -> None:
     dictionaries = [dictionary(args.root, name) for name in (*names, "dict-jargon/usr/share/dictd/*.dict.dz")]
     write("passages", passages(dictionaries, draw))
     write("facts", facts(args.root, dictionaries[1], args.clues, draw))
+    (args.out / "openers.txt").write_text(OPENERS.lstrip(), encoding="utf-8")
 
 
 if __name__ == "__main__":
