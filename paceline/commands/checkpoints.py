@@ -227,8 +227,6 @@ def _measured(
 ) -> dict[str, Any]:
     """Measure the drafter's acceptance length with the target and, if it is low or `vary` is set, that of each
     variation. An MTP layer (without `stored`) has no variations, because its settings are the target's."""
-    if stored is None and vary:
-        raise ConfigError("--vary means nothing for an MTP layer, whose settings are the target's: leave it out")
     starting(engine.model)
     from paceline.engine.llm import LLM
     from paceline.loop.adapt.servers import mismatch

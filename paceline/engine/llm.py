@@ -375,7 +375,7 @@ def _token_ids(prompt: Iterable[Any]) -> list[int]:
     try:
         return [operator.index(token) for token in prompt]
     except TypeError as error:
-        raise PromptError(f"a prompt must be a list of token ids ({error}): give [[1, 2]] for one prompt") from error
+        raise PromptError(f"a prompt must be a list of token ids ({error}): give one prompt as in [[1, 2]]") from error
 
 
 def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:

@@ -79,7 +79,7 @@ def test_a_prompt_that_is_neither_text_nor_messages_nor_token_ids_is_refused(llm
     for call in (lambda: llm.generate_ids([prompt], PARAMS), lambda: [*llm.stream(prompt, PARAMS)]):
         with pytest.raises(PromptError, match="must be a list of token ids"):
             call()
-    with pytest.raises(PromptError, match=r"not iterable\): give \[\[1, 2\]\] for one prompt"):
+    with pytest.raises(PromptError, match=r"not iterable\): give one prompt as in \[\[1, 2\]\]"):
         llm.generate_ids(cast(Any, [1, 2, 3]), PARAMS)
     assert not llm.engine.has_work
 

@@ -13,7 +13,8 @@ inline int first_key(const Attention& a, int query) {
 }
 inline int end_key(const Attention& a, int query) {
     int end = a.is_causal ? position_of(a, query) + 1 : a.end;
-    if (a.window && end - position_of(a, query) > a.window) end = position_of(a, query) + a.window;  // the sum may overflow
+    if (a.window && end - position_of(a, query) > a.window)
+        end = position_of(a, query) + a.window;  // the sum may overflow
     return end;
 }
 // Of several queries from `query` on, the first key that any of them may see.

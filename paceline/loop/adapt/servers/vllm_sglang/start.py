@@ -126,7 +126,7 @@ def _check(
             _object(DownloadError(f"it could not be checked: {error}"), strict, engine.say)
         return
     if compared.is_low:
-        command = f"paceline inspect {start.drafter} --model {start.model}"
+        command = f"paceline inspect {start.drafter} --model {start.model} --vary"
         text = f"{start.engine} brings {compared.text}; {command} tells which setting may be read otherwise"
         _object(DrafterMismatchError(text), strict, engine.say)
     else:
