@@ -60,7 +60,7 @@ def drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def checked(config: TrainConfig) -> TrainConfig:
-    """As the command does it, with every setting that differs from its default on the command line."""
+    """Returns the config after the checks of the command, as if every setting but defaults had been typed."""
     names = [f"{part}.{each.name}" for part in PARTS for each in fields(attrgetter(part)(config))]
     names += [each.name for each in fields(config)]
     check_unused(config, trained_kind(config), [name for name in names if config.is_given(name)])

@@ -161,7 +161,7 @@ def test_files_that_were_moved_in_their_source_do_not_stop_forgetting(tmp_path: 
 
 
 def test_a_row_that_is_forgotten_meanwhile_gets_no_label(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which rows there are was read before the lock was taken."""
+    """Rows were chosen before the lock was taken, so forgotten ones got a label too."""
     digests = [row["digest"] for side in SIDES for row in store.rows(side)]
     changing = Store.changing
 
