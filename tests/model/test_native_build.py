@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support.native_models import ISAS
 
 from paceline.model.native import build
 from paceline.model.native.build import (
@@ -123,6 +124,26 @@ def test_a_library_loads_and_exports_only_its_interface(
     assert library.widest_in_shared_code() == 128, "code every processor runs holds newer instructions"
     assert not hasattr(library, "_Z6widestv") and not hasattr(library, "_Z8portablev")
     assert [path.name for path in out.parent.iterdir()] == [library_name()], "scratch files stay"
+
+
+@needs_compiler
+@pytest.mark.skipif(not ON_X86, reason="instruction sets of x86")
+def test_an_instruction_set_that_is_left_out_is_not_compiled(sources_with_kernels: Path, tmp_path: Path) -> None:
+    out = tmp_path / library_name()
+    assert compile_library(sources_with_kernels, out, leave_out={"avx512", "amx"}) == ["avx2"]
+    assert ctypes.CDLL(str(out)).sets() == 1
+
+
+def test_the_sets_that_a_processor_lacks_are_read_from_its_flags(tmp_path: Path) -> None:
+    flags = "flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16 erms\nbugs\t\t: amx_int8_of_another_name\n"
+    (tmp_path / "zen4").write_text(flags)
+    assert build.lacking_here(tmp_path / "zen4") == {"avxvnni", "amx", "dotprod", "i8mm"}
+    assert build.lacking_here(tmp_path / "missing") == set()
+
+
+def test_the_library_for_this_processor_alone_has_all_that_the_whole_one_offers_here() -> None:
+    sets = {*build.INSTRUCTION_SETS, "amx"} & set(ISAS)
+    assert not sets & build.lacking_here(), "the library finds sets that /proc/cpuinfo does not name"
 
 
 @needs_compiler

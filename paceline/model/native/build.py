@@ -3,6 +3,7 @@
     python paceline/model/native/build.py                # into this folder, where paceline looks for it
     python paceline/model/native/build.py --sanitize     # checks addresses and undefined behaviour; into build/native
     python paceline/model/native/build.py --emulated     # with AMX tiles and AVX-VNNI emulated, for tests
+    python paceline/model/native/build.py --here         # without instruction sets that this processor lacks: sooner
 
 Sources are compiled for the oldest processor of their architecture. Those of an instruction set (kernels_avx2.cpp etc.)
 are compiled for that set, or skipped if the compiler cannot do so on this machine. setup.py loads this file by path
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,6 +51,17 @@ PN_HAS_<SET> is defined in other files."""
 AMX = ("-mamx-tile", "-mamx-int8")
 """Additional flags of kernels_avx512bf16.cpp if the compiler supports them; defines PN_HAS_AMX in other files."""
 
+LINUX_FLAGS = {
+    "avx2": "avx2",
+    "avxvnni": "avx_vnni",
+    "avx512": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "amx": "amx_int8",
+    "dotprod": "asimddp",
+    "i8mm": "i8mm",
+}
+"""Instruction set -> its name in /proc/cpuinfo. Every ARM processor that is supported has neon."""
+
 PROBES = HERE / "probes"
 """Test programs, each with one instruction of a set: an assembler may lack instructions that the compiler accepts."""
 
@@ -76,6 +89,16 @@ def find_compiler() -> list[str]:
             f"no C++ compiler (CXX={configured[0]} is not on the path)\nunset CXX, or name one that is"
         )
     raise NativeBuildError(f"no C++ compiler (none of {', '.join(COMPILERS)} is on the path)\ninstall g++, or set CXX")
+
+
+def lacking_here(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """Return the instruction sets that this processor lacks according to `cpuinfo`; an empty set where that file cannot
+    be read, as on macOS."""
+    try:
+        words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return set()
+    return {name for name, flag in LINUX_FLAGS.items() if flag not in words}
 
 
 class _Compiler:
@@ -116,13 +139,19 @@ def _first_errors(output: str) -> str:
 
 
 def compile_library(
-    source_folder: Path, out_path: Path, *, sanitize: bool = False, emulated: bool = False
+    source_folder: Path,
+    out_path: Path,
+    *,
+    sanitize: bool = False,
+    emulated: bool = False,
+    leave_out: Collection[str] = (),
 ) -> list[str]:
     """Compile the .cpp files of `source_folder` into the library `out_path`, which is replaced atomically. Returns the
     names of the instruction sets that were compiled in.
 
     `sanitize`: add checks for address errors and undefined behaviour. `emulated`: replace some instruction sets by
-    emulations, for tests. Raises NativeBuildError if there are no sources or no compiler, or if compiling fails.
+    emulations, for tests. `leave_out`: instruction sets that are not compiled. Raises NativeBuildError if there are no
+    sources or no compiler, or if compiling fails.
     """
     sources = sorted(source_folder.glob("*.cpp"))
     if not sources:
@@ -136,8 +165,8 @@ def compile_library(
         known = {
             name: flags for name, flags in INSTRUCTION_SETS.items() if (source_folder / f"kernels_{name}.cpp").exists()
         }
-        sets = [name for name, flags in known.items() if tool.accepts(name, *flags, "-c")]
-        has_amx = "avx512bf16" in sets and tool.accepts("amx", *AMX, "-c")
+        sets = [name for name, flags in known.items() if name not in leave_out and tool.accepts(name, *flags, "-c")]
+        has_amx = "avx512bf16" in sets and "amx" not in leave_out and tool.accepts("amx", *AMX, "-c")
         more = (*(SANITIZE_FLAGS if sanitize else ()), *(("-DPN_EMULATED",) if emulated else ()))
         objects, finished = _compile_all(tool, sources, sets, has_amx, more), Path(scratch, "linked")
         flag_groups = (SANITIZE_FLAGS,) if sanitize else LINK_FLAGS_IF_ACCEPTED
@@ -174,9 +203,11 @@ def _compile_all(
         return [each.result() for each in reversed(objects)]
 
 
-def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = False) -> bool:
-    """Build the library during an installation; returns True if it was built. If that fails, prints one warning and
-    returns False.
+def build_for_install(
+    source_folder: Path, out_path: Path, *, emulated: bool = False, leave_out: Collection[str] = ()
+) -> bool:
+    """Build the library during an installation, as `compile_library` does; returns True if it was built. If that fails,
+    prints one warning and returns False.
 
     PACELINE_NATIVE_BUILD=0 skips compiling and returns False; PACELINE_NATIVE_BUILD=require raises NativeBuildError if
     compiling fails.
@@ -187,7 +218,7 @@ def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = F
     if wish == "0":
         return False
     try:
-        compile_library(source_folder, out_path, emulated=emulated)
+        compile_library(source_folder, out_path, emulated=emulated, leave_out=leave_out)
     except NativeBuildError as error:
         out_path.unlink(missing_ok=True)  # an older library would not match these sources
         if wish == "require":
@@ -207,6 +238,7 @@ def main() -> int:
     switches = {
         "--sanitize": "with address and undefined-behaviour checks (make sanitize)",
         "--emulated": "with instruction sets made of other instructions, for tests",
+        "--here": "without instruction sets that this processor lacks",
         "--optional": "as installing does: a failure is one line and exit status 0",
     }
     out_help = "the library to write; default: next to this file, sanitized in build/native"
@@ -216,12 +248,13 @@ def main() -> int:
     args = parser.parse_args()
     sanitized = Path("build", "native", "libpaceline_native_sanitize.so")
     out = args.out or (sanitized if args.sanitize else HERE / library_name())
+    leave_out = lacking_here() if args.here else ()
     try:
         if args.optional:
-            build_for_install(HERE, out, emulated=args.emulated)
+            build_for_install(HERE, out, emulated=args.emulated, leave_out=leave_out)
             return 0
         start = time.perf_counter()
-        sets = compile_library(HERE, out, sanitize=args.sanitize, emulated=args.emulated)
+        sets = compile_library(HERE, out, sanitize=args.sanitize, emulated=args.emulated, leave_out=leave_out)
     except NativeBuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
