@@ -209,16 +209,23 @@ def test_the_size_is_known_beforehand(tmp_path: Path) -> None:
 
 
 def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_490_000, 510_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_999_000, 1_000))
     target, docs = tiny_decoder(), documents()
     with pytest.raises(
         CacheError, match="features need 0.0 GB in .*: use --features online, fewer prompts, or another --out"
     ):
         cache_features(tmp_path / "new" / "features", target, docs, TAPS)
     assert not target.cache.generations[0] and not (tmp_path / "new").exists()
-    check_room(tmp_path / "new", 10_000)
+
+
+@pytest.mark.parametrize(("free", "most"), [(510_000, 255_000), (1_100_000, 600_000)])
+def test_room_is_left_for_as_much_again_but_at_most_for_a_twentieth_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, most: int
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 10_000_000 - free, free))
+    check_room(tmp_path / "new", most)
     with pytest.raises(CacheError):
-        check_room(tmp_path / "new", 10_001)
+        check_room(tmp_path / "new", most + 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - 5 * 10**9, 5 * 10**9))
     check_room(tmp_path, 900_000_000)  # of a large disk a twentieth would be far too much
 
@@ -227,7 +234,7 @@ def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, mon
 def test_what_is_there_needs_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
     size = len(documents()[1]) * len(TAPS) * HIDDEN * 4
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_500_000, 500_000 + size - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 10_000_000 - size, 2 * size - 1))
     again = cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
     assert len(again.of(0).taps_SF) == len(documents()[0])
     again.path(1).unlink()

@@ -254,10 +254,11 @@ def cache_features(
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises CacheError if the disk of `folder` lacks room for `num_bytes` of new features plus a margin."""
+    """Raises CacheError if the disk of `folder` lacks room for `num_bytes` of new features and a margin: as much again,
+    up to a share of the disk."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     disk = shutil.disk_usage(existing)
-    if num_bytes > disk.free - min(FREE_MARGIN * disk.total, MOST_MARGIN):
+    if num_bytes > disk.free - min(num_bytes, FREE_MARGIN * disk.total, MOST_MARGIN):
         raise CacheError(
             f"features need {num_bytes / 1e9:.1f} GB in {folder}, {disk.free / 1e9:.1f} GB are free: use --features "
             "online, fewer prompts, or another --out or --shared-features"
