@@ -29,17 +29,8 @@ from paceline.model.text.tokenizer import TextStream, Tokenizer
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
 from paceline.plan.routes import Router
 from paceline.plan.trees import MOST_NODES
-from paceline.types import (
-    Batch,
-    Constraint,
-    DraftBlock,
-    FinishReason,
-    Round,
-    RoundStats,
-    Route,
-    SamplingParams,
-    Sequence,
-)
+from paceline.sampling import SamplingParams
+from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, Route, Sequence
 from paceline.verify.rules import MOCKED
 
 
@@ -298,7 +289,7 @@ class Engine:
             verdict = self.judge(batch, DraftBlock.certain([[]]), out)
             fail(batch, verdict)
             if seq.error:
-                return [self._publish(seq, time.perf_counter())]
+                return [self._publish(seq, *self._decode_text(seq, time.perf_counter()))]
             self.scheduler.start_decoding(seq)
             seq.accept(verdict.next_token_B)
             seq.lossless &= verdict.lossless
@@ -313,7 +304,7 @@ class Engine:
         if not is_last:
             return []
         seq.timings.first_token_s = now
-        return [self._publish(seq, now)]
+        return [self._publish(seq, *self._decode_text(seq, now))]
 
     def _decode(self, plan: Plan) -> list[Chunk]:
         batch = Batch(list(self.scheduler.running))
@@ -330,18 +321,19 @@ class Engine:
         stats = self.device_rounds(batch) if self.device_rounds else None
         if stats is None:
             stats = decode_round(batch, self.target, self.pool, self.judge, partial(self.planner.narrow, plan))
-        self.planner.learn(plan, stats)
+        self.planner.learn(plan, stats)  # before the cut: drafts behind a stop string were accepted all the same
+        now = time.perf_counter()
+        counts_B = zip(stats.num_drafted_B, stats.num_accepted_B, stats.source_B, strict=True)
+        for seq, counts in zip(batch.sequences, counts_B, strict=True):
+            seq.rounds.append(Round(*counts))
+        texts = [self._decode_text(seq, now) for seq in batch.sequences]
+        stats.num_accepted_B = [seq.rounds[-1].num_accepted for seq in batch.sequences]
         if self.router:
             self.router.learn(batch.sequences, stats, partial(self.planner.price, plan))
         self.rounds.append(stats)
-        now = time.perf_counter()
-        chunks, rounds_B = [], map(Round, stats.num_drafted_B, stats.num_accepted_B, stats.source_B)
-        for seq, each in zip(batch.sequences, rounds_B, strict=True):
-            seq.rounds.append(each)
-            chunks.append(self._publish(seq, now))
+        chunks = [self._publish(seq, *text) for seq, text in zip(batch.sequences, texts, strict=True)]
         ended = time.perf_counter()
-        host_s = stats.host_s + ended - now
-        is_plain = not any(stats.num_drafted_B)
+        host_s, is_plain = stats.host_s + ended - now, not any(stats.num_drafted_B)
         for seq in self.scheduler.prefilling:
             seq.timings.waited(ended)
         for seq in batch.sequences:
@@ -350,8 +342,8 @@ class Engine:
             seq.timings.plain_s += is_plain * (stats.draft_s + stats.verify_s + host_s)
         return chunks
 
-    def _publish(self, seq: Sequence, now: float) -> Chunk:
-        """Decode the new tokens to text, end the answer at a stop string, release a finished request."""
+    def _decode_text(self, seq: Sequence, now: float) -> tuple[list[int], str]:
+        """Returns the new tokens and their text; ends the answer at a stop string."""
         _, stream = self._requests[seq.request_id]
         tokens = seq.tokens[seq.prompt_len + len(seq.timings.token_s) :]
         ended_by_token = seq.finish_reason == "stop"
@@ -366,6 +358,10 @@ class Engine:
             text += stream.finish()
         seq.timings.token_s.extend([now] * len(tokens))
         seq.stopped_by = stream.stopped_by
+        return tokens, text
+
+    def _publish(self, seq: Sequence, tokens: list[int], text: str) -> Chunk:
+        """Returns the chunk of a request's new tokens; releases a finished request."""
         if seq.finish_reason is not None:
             try:
                 self._release(seq)

@@ -14,9 +14,11 @@ import pytest
 from call_counts import num_calls
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from prometheus_client.parser import text_string_to_metric_families
+from small_llm import Parrot
 
 from paceline.engine.engine import Engine
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.plan.planner import FixedPlanner, Plan
 from paceline.plan.routes import Router
 from paceline.serve.admin.metrics import Metrics
 from paceline.types import RoundStats, Route, SamplingParams, Sequence
@@ -268,6 +270,29 @@ def test_a_step_of_sixteen_requests_costs_a_few_calls_for_each() -> None:
 
     step(1.0)
     assert num_calls(lambda: step(2.0)) < 200
+
+
+class _Priced(FixedPlanner):
+    """Charges each round the same, so that the router counts its tokens."""
+
+    def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float:
+        return 1.0
+
+
+def test_drafts_behind_a_stop_string_are_counted_nowhere() -> None:
+    """Two rounds of four drafts: bcde and f, then ghij and k, of which the answer ends with the h."""
+    target, router = Parrot("?", list(b"abcdefghijklmnopqrstuvwxyz")), Router()
+    drafters = {name: ScriptedDrafter(target, 4) for name in ("this", "that")}
+    timed = Timed(Engine(target, ByteTokenizer(), drafters, router=router, planner=_Priced(16)), Metrics("tiny"))
+    timed.engine.add([ord("?")], SamplingParams(max_tokens=20, stop="h"), route=Route())
+    timed.run()
+    seen, (seq,) = scrape(timed.metrics), timed.done
+    assert bytes(seq.output_ids) == b"abcdefgh" and [each.num_accepted for each in seq.rounds] == [4, 1]
+    assert seen["vllm:generation_tokens_total", ()] == 8
+    assert seen["vllm:spec_decode_num_draft_tokens_total", ()] == 8
+    assert seen["vllm:spec_decode_num_accepted_tokens_total", ()] == 5
+    assert seen["paceline:drafter_tokens_total", (seq.drafter,)] == 7  # all but the prefill's
+    assert router.clusters[seq.cluster].arms[seq.drafter].reward.over == 7
 
 
 def exported() -> set[str]:

@@ -348,13 +348,11 @@ class EngineWorker:
                 log.error("a request failed: %s", seq.error)
                 failed.append((live.ticket, ApiError.failed(seq.error)))
                 continue
-            # The first chunk is the token after the prompt, even if the next round has already extended the sequence.
-            is_first, before = not live.num_tokens, live.num_tokens
-            num_accepted = min(seq.rounds[-1].num_accepted, num_tokens) if seq.rounds and not is_first else 0
+            before = live.num_tokens
             live.num_tokens = before + num_tokens
             logprobs = seq.logprobs[before : live.num_tokens] if seq.params.logprobs is not None else []
-            events.append((live.ticket, Event(live.index, chunk, num_accepted, logprobs)))
-            is_urgent = is_urgent or is_first or reason is not None
+            events.append((live.ticket, Event(live.index, chunk, num_tokens - 1, logprobs)))
+            is_urgent = is_urgent or not before or reason is not None
         self._outbox.put(events, now, step_s, is_urgent=is_urgent)
         for chunk in chunks:
             seq = chunk.sequence
