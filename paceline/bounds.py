@@ -66,18 +66,22 @@ def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
                 continue
             broken = next((limit for limit in limits if value is None or not limit.holds(value)), None)
             if broken:
-                error = kind(f"{name} must be {broken.be}, not {value!r}")
-                if isinstance(error, SamplingError):
-                    error.field = name
-                raise error
+                raise _error(kind, name, broken.be, value)
 
 
-def check_types(settings: Any) -> None:
+def check_types(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
     """Check the value of every field of the dataclass object `settings` against the type in its annotation. Numbers of
-    NumPy are valid, a bool is not a number. Raises SamplingError for the first value of another type."""
+    NumPy are valid, a bool is not a number. Raises an error of class `kind` for the first value of another type."""
     for name, hint in _types_of(type(settings)).items():
         if not _fits(value := getattr(settings, name), hint):
-            raise SamplingError(f"{name} must be of type {_named(hint)}, not {value!r:.80}", name)
+            raise _error(kind, name, f"of type {_named(hint)}", value)
+
+
+def _error(kind: type[PacelineError], name: str, be: str, value: Any) -> PacelineError:
+    error = kind(f"{name} must be {be}, not {value!r:.80}")
+    if isinstance(error, SamplingError):
+        error.field = name
+    return error
 
 
 @functools.cache

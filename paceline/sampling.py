@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from paceline.bounds import Count, Must, Share, check, check_types, within
 from paceline.errors import SamplingError
 from paceline.lossy import Lossy
 
 GrammarKind = Literal["json_object", "json_schema", "regex"]
-Finite = Annotated[float, within("a finite number")]
+LARGEST = 1e9
+"""Largest temperature, bias and penalty: logits with all of them, divided by a low temperature, fit in float32."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+Text = Annotated[str, Must("valid Unicode, without lone surrogates", lambda text: not _SURROGATE.search(str(text)))]
+Penalty = Annotated[float, within("between -1e9 and 1e9", least=-LARGEST, most=LARGEST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +33,23 @@ class GrammarSpec:
 
 
 def _are_biases(bias: dict[int, float]) -> bool:
-    return all(value < math.inf for value in bias.values())  # and so no NaN
+    return all(value <= LARGEST for value in bias.values())  # and so no NaN
 
 
 def _is_word(word: str) -> bool:
     return bool(word.strip(" "))
 
 
+def _plain(value: Any) -> Any:
+    """Returns an array, a tensor, or a number of one as Python's list or number."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request. Raises SamplingError on invalid values."""
 
-    temperature: Annotated[float, within("0 (greedy) or more", least=0)] = 0.0
+    temperature: Annotated[float, within("between 0 (greedy) and 1e9", least=0, most=LARGEST)] = 0.0
     """0 is greedy: always the most likely token."""
     top_k: Annotated[int, within("0 (off) or more", least=0)] = 0
     """Keep the k most likely tokens; 0 keeps all."""
@@ -48,19 +57,19 @@ class SamplingParams:
     """Keep the smallest set of most likely tokens whose probability reaches top_p."""
     min_p: Share = 0.0
     """Keep tokens at least min_p times as likely as the most likely one."""
-    repetition_penalty: Annotated[float, within("above 0 (1 is off)", above=0)] = 1.0
+    repetition_penalty: Annotated[float, within("between 1e-9 and 1e9", least=1 / LARGEST, most=LARGEST)] = 1.0
     """Divide positive (multiply negative) logits of tokens already in prompt or answer."""
-    presence_penalty: Finite = 0.0
+    presence_penalty: Penalty = 0.0
     """Subtract once from the logit of each token already in the answer."""
-    frequency_penalty: Finite = 0.0
+    frequency_penalty: Penalty = 0.0
     """Subtract once for each occurrence of the token in the answer."""
-    logit_bias: Annotated[dict[int, float], Must("numbers or -inf", _are_biases)] | None = None
+    logit_bias: Annotated[dict[int, float], Must("numbers up to 1e9, or -inf", _are_biases)] | None = None
     """Added to the logits of these token ids; -inf forbids a token."""
     seed: Annotated[int, within("between 0 and 2**63 - 1", least=0, most=2**63 - 1)] | None = None
     """The same seed gives the same text, alone or in a batch; without it, a random seed is used."""
     max_tokens: Count = 128
     """Longest answer, in tokens."""
-    stop: tuple[Annotated[str, Must("no empty string", bool)], ...] = ()
+    stop: tuple[Annotated[Text, Must("no empty string", bool)], ...] = ()
     """Strings that end the answer; the text stops before the first one found."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the answer. The end token is the last of the answer's token ids, but not part of its text."""
@@ -78,11 +87,11 @@ class SamplingParams:
     """Also report log-probabilities of the prompt's tokens, with this many alternatives; disables prefix reuse."""
     min_tokens: Annotated[int, within("0 or more", least=0)] = 0
     """Shortest answer, in tokens: end tokens and stop strings before it are ignored."""
-    bad_words: tuple[Annotated[str, Must("no empty string and not only spaces", _is_word)], ...] = ()
+    bad_words: tuple[Annotated[Text, Must("no empty string and not only spaces", _is_word)], ...] = ()
     """Forbidden words, as the tokens that encode them at the beginning of a text or after a space."""
     grammar: GrammarSpec | None = None
     """Grammar that the answer must follow; the model's end token ends it even with `ignore_eos`."""
-    prediction: str | tuple[int, ...] = ()
+    prediction: Text | tuple[int, ...] = ()
     """The expected answer, as text or token ids: drafts come from it as well. It does not change the answer."""
     lossy: Lossy | None = None
     """Rule that accepts drafts which the target would reject: NOT lossless. Also accepts text:
@@ -91,14 +100,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.lossy, str):
             object.__setattr__(self, "lossy", Lossy.of(self.lossy))
-        for name in ("stop", "bad_words", "stop_token_ids", "prediction"):  # also given as a list, texts as one text
-            value = getattr(self, name)
-            if isinstance(value, str) and name != "prediction":
+        for name in self.__dataclass_fields__:  # lists, tensors and single texts become tuples
+            value = _plain(getattr(self, name))
+            if isinstance(value, str) and name in ("stop", "bad_words"):
                 value = (value,)
-            elif isinstance(value, Iterable) and not isinstance(value, str):
-                value = tuple(value)
+            elif isinstance(value, Iterable) and name in ("stop", "bad_words", "stop_token_ids", "prediction"):
+                value = value if isinstance(value, str) else tuple(map(_plain, value))
             object.__setattr__(self, name, value)
-        check_types(self)
+        check_types(self, SamplingError)
         check(self, SamplingError)
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"

@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 from paceline.bounds import Count, Must, Positive, Rate, Share, Whole, at_least, check, within
 from paceline.errors import ConfigError, SamplingError
+from paceline.model.sampling.logits import penalise, target_probs
 from paceline.sampling import GrammarSpec, SamplingParams
 
 
@@ -88,9 +90,20 @@ def test_the_kind_of_error_is_the_callers() -> None:
         ({"grammar": "json"}, "grammar must be of type GrammarSpec or None, not 'json'"),
         ({"lossy": 5}, "lossy must be of type Lossy or None, not 5"),
         ({"stop_token_ids": [1, 2, "3", 4]}, "stop_token_ids must be of type tuple[int, ...], not (1, 2, '3', 4)"),
+        ({"stop_token_ids": torch.tensor(5)}, "stop_token_ids must be of type tuple[int, ...], not 5"),
+        ({"stop_token_ids": torch.tensor([1.5])}, "stop_token_ids must be of type tuple[int, ...], not (1.5,)"),
+        ({"temperature": 1e46}, "temperature must be between 0 (greedy) and 1e9, not 1e+46"),
+        ({"temperature": math.nan}, "temperature must be between 0 (greedy) and 1e9, not nan"),
+        ({"logit_bias": {5: 1e308}}, "logit_bias must be numbers up to 1e9, or -inf, not {5: 1e+308}"),
+        ({"presence_penalty": -1e308}, "presence_penalty must be between -1e9 and 1e9, not -1e+308"),
+        ({"frequency_penalty": 1e39}, "frequency_penalty must be between -1e9 and 1e9, not 1e+39"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty must be between 1e-9 and 1e9, not 1e-46"),
+        ({"bad_words": "\ud800"}, r"bad_words must be valid Unicode, without lone surrogates, not '\ud800'"),
+        ({"stop": ["a", "\udfff"]}, r"stop must be valid Unicode, without lone surrogates, not '\udfff'"),
+        ({"prediction": "\ud800"}, r"prediction must be valid Unicode, without lone surrogates, not '\ud800'"),
     ],
 )
-def test_a_sampling_value_of_another_type_is_named(values: dict[str, Any], message: str) -> None:
+def test_an_invalid_sampling_value_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingError) as caught:
         SamplingParams(**values)
     assert (str(caught.value), caught.value.field) == (message, next(iter(values)))
@@ -103,12 +116,27 @@ def test_a_schema_that_is_no_text_is_refused() -> None:
         GrammarSpec("json_schema", schema)
 
 
-def test_numbers_of_numpy_and_lists_are_sampling_values() -> None:
+def test_lists_tensors_and_their_numbers_are_sampling_values() -> None:
     values: Any = {
         "temperature": np.float32(0.5),
+        "top_p": torch.tensor(0.5),
         "seed": np.int64(3),
-        "stop_token_ids": np.array([4, 5]),
+        "stop_token_ids": [torch.tensor(4), np.int64(5)],
+        "prediction": torch.tensor([6, 7]),
         "stop": ["a"],
     }
     params = SamplingParams(**values)
-    assert (params.temperature, params.seed, params.stop_token_ids, params.stop) == (0.5, 3, (4, 5), ("a",))
+    assert {name: getattr(params, name) for name in values} == {
+        "temperature": 0.5, "top_p": 0.5, "seed": 3, "stop_token_ids": (4, 5), "prediction": (6, 7), "stop": ("a",)
+    }  # fmt: skip
+    assert type(params.seed) is int  # NumPy's 64 bits overflow in a seed's hash
+
+
+def test_the_largest_sampling_values_fit_in_float32() -> None:
+    params = SamplingParams(
+        temperature=1e-300, logit_bias={1: 1e9}, repetition_penalty=1e9, presence_penalty=-1e9, frequency_penalty=-1e9
+    )
+    logits_JV = penalise(torch.tensor([[0.0, 50.0, -50.0]]), params, [1, 2], {1: 100_000, 2: 1}, [])
+    assert target_probs(logits_JV, params).tolist() == [[0.0, 1.0, 0.0]]
+    hot = SamplingParams(temperature=1e9)
+    assert target_probs(torch.tensor([[0.0, 50.0]]), hot)[0].tolist() == pytest.approx([0.5, 0.5])

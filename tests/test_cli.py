@@ -53,7 +53,7 @@ def test_without_a_command_help_is_shown(call: Call) -> None:
         (("generate",), "there is no prompt"),
         (("generate", "  "), "the prompt is empty"),
         (("generate", "a", "b", "c"), "put the prompt in quotes"),
-        (("generate", "hi", "--temperature", "-1"), "temperature must be 0"),
+        (("generate", "hi", "--temperature", "-1"), "temperature must be between 0"),
         (("generate", "hi", "--max-tokens", "0"), "--max-tokens must be at least 1"),
         (("generate", "hi", "--max-tokens", "many"), "--max-tokens"),
         (("generate", "hi", "--dtype", "int3"), "dtype"),
