@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -69,12 +69,14 @@ def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
                 raise _error(kind, name, broken.be, value)
 
 
-def check_types(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
-    """Check the value of every field of the dataclass object `settings` against the type in its annotation. Numbers of
-    NumPy are valid, a bool is not a number. Raises an error of class `kind` for the first value of another type."""
+def check_all(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
+    """Check the value of every field of the dataclass object `settings` against the type in its annotation, then the
+    limits like `check`. Numbers of NumPy are valid, a bool is not a number. Raises an error of class `kind` for the
+    first invalid value."""
     for name, hint in _types_of(type(settings)).items():
         if not _fits(value := getattr(settings, name), hint):
             raise _error(kind, name, f"of type {_named(hint)}", value)
+    check(settings, kind)
 
 
 def _error(kind: type[PacelineError], name: str, be: str, value: Any) -> PacelineError:
@@ -92,7 +94,8 @@ def _types_of(owner: type) -> dict[str, Any]:
 def _named(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(map(_named, get_args(hint)))
-    return str(hint) if get_args(hint) else hint.__name__.replace("NoneType", "None")
+    name = "..." if hint is ... else hint.__name__.replace("NoneType", "None")
+    return f"{name}[{', '.join(map(_named, get_args(hint)))}]" if get_args(hint) else name
 
 
 def _all_fit(values: Iterable[Any], hint: Any) -> bool:
@@ -104,8 +107,10 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is tuple:
         return isinstance(value, tuple) and _all_fit(value, parts[0])
-    if origin is dict:
-        return isinstance(value, dict) and _all_fit(value, parts[0]) and _all_fit(value.values(), parts[1])
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping) and _all_fit(value, parts[0]) and _all_fit(value.values(), parts[1])
+    if origin is Literal:
+        return True  # `check` compares it
     if parts:
         return any(_fits(value, part) for part in parts)
     number = {int: numbers.Integral, float: numbers.Real}.get(hint)

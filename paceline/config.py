@@ -7,10 +7,11 @@ import platform
 import re
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Count, Share, Whole, at_least, check, within
+from paceline.bounds import Count, Name, Share, Whole, at_least, check_all, within
 from paceline.errors import ConfigError, refuse, reraised
 from paceline.plan.marginals import Marginals
 from paceline.plan.speculate import Speculation
@@ -31,9 +32,9 @@ class EngineConfig:
     """Engine settings: model, drafter, memory and speculation. Each field's docstring is also its option's help
     text."""
 
-    model: str = "smollm2-135m"
+    model: Name = "smollm2-135m"
     """A built-in name, a folder (also of a LoRA adapter), a GGUF file, or a hub id."""
-    drafter: str = "default"
+    drafter: Name = "default"
     """default (the drafter shipped for the model, else ngram), none, ngram, mtp (the model's own MTP layer),
     random-dflash, random-eagle3, a folder, or a hub id."""
     dtype: Annotated[str, ("auto", "float32", "bfloat16", "float16")] = "auto"
@@ -86,8 +87,10 @@ class EngineConfig:
     """CPU threads [default: PyTorch's choice]."""
 
     def __post_init__(self) -> None:
-        check(self)
-        object.__setattr__(self, "speculate", str(self.speculate))  # N may be given as an int
+        for name, kind in (("model", Path), ("drafter", Path), ("speculate", Integral)):
+            if isinstance(value := getattr(self, name), kind):
+                object.__setattr__(self, name, str(value))
+        check_all(self)
         speculation = self.speculation
         if speculation.is_off:
             object.__setattr__(self, "drafter", NONE)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Count, Must, Share, check, check_types, within
+from paceline.bounds import Count, Must, Share, check_all, within
 from paceline.errors import SamplingError
 from paceline.lossy import Lossy
 
@@ -107,8 +107,7 @@ class SamplingParams:
             elif isinstance(value, Iterable) and name in ("stop", "bad_words", "stop_token_ids", "prediction"):
                 value = value if isinstance(value, str) else tuple(map(_plain, value))
             object.__setattr__(self, name, value)
-        check_types(self, SamplingError)
-        check(self, SamplingError)
+        check_all(self, SamplingError)
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             raise SamplingError(message, "min_tokens")

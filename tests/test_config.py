@@ -25,6 +25,15 @@ from paceline.errors import ConfigError
         ({"rule": "typical"}, "rule must be one of"),
         ({"backend": "gpu"}, "backend must be one of auto, native, torch"),
         ({"weight_format": "Q4_1"}, "weight_format must be one of auto, blocks, dense"),
+        ({"weights": 5}, "weights must be one of checkpoint, random"),
+        ({"model": 5}, "model must be of type str, not 5"),
+        ({"drafter": " "}, "drafter must be a name, not empty, not ' '"),
+        ({"device": torch.device("cpu")}, r"device must be of type str, not device\(type='cpu'\)"),
+        ({"max_batch": 1.5}, "max_batch must be of type int, not 1.5"),
+        ({"threads": "2"}, "threads must be of type int or None, not '2'"),
+        ({"trees": "false"}, "trees must be of type bool, not 'false'"),
+        ({"mocked_survival": 0.5}, r"mocked_survival must be of type tuple\[float, ...\], not 0.5"),
+        ({"mocked_marginals": ((0.5, "x"),)}, r"mocked_marginals must be of type tuple\[tuple\[float, ...\], ...\]"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(wrong: dict[str, object], remedy: str) -> None:

@@ -75,7 +75,9 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
         if options:
             raise ConfigError(f"a ready {type(spec).__name__} takes no options: set num_drafted where it is made")
         return spec
-    name = spec or "none"
+    if not isinstance(spec, str | Path | None):
+        raise ConfigError(f"a drafter must be a name, a path or a Drafter, not {spec!r:.80}")
+    name = "none" if spec is None else str(spec)
     source, stamp = origin_of(name)
     drafter = _read(stamp.path, target, options) if stamp.path else DRAFTERS[name](target, target_name, **options)
     drafter.source, drafter.stamp = source, stamp

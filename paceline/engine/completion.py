@@ -78,3 +78,9 @@ class Completion:
     prompt_logprobs: list[TokenLogprob]
     """Log-probability of each prompt token except the first if `SamplingParams.prompt_logprobs` is set, else an empty
     list."""
+
+    @classmethod
+    def of(cls, seq: Sequence, text: str) -> Completion:
+        """Returns the answer of a finished request."""
+        stats, prompt_ids = GenerationStats.of(seq), seq.tokens[: seq.prompt_len]
+        return cls(text, seq.output_ids, seq.finish_reason, stats, seq.logprobs, prompt_ids, seq.prompt_logprobs)

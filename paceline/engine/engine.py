@@ -149,7 +149,7 @@ class Engine:
         None, it is compiled here. `route`: selects the drafter; None: the default one. `trial_drafter`: a drafter
         outside the pool, bound to the target, that serves only this request; the request then goes to the front of the
         queue. Raises PromptError, ContextLengthError or SamplingError for invalid input."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         self._check(prompt_ids, params)
         if params.grammar and constraint is None:
             constraint = self.grammars.compile(params.grammar)
@@ -173,6 +173,8 @@ class Engine:
         return seq.request_id
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(f"params must be SamplingParams(...), not {params!r:.80}")
         if not prompt_ids:
             raise PromptError("the prompt is empty: give at least one token")
         vocab_size, max_len = self.target.vocab_size, self.target.cache.max_len

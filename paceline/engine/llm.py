@@ -12,7 +12,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,20 +21,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from paceline.bounds import Count, Share, check_all
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.pool import Member, memory_of
 from paceline.draft.registry import make_drafter
-from paceline.engine.completion import Completion, GenerationStats
+from paceline.engine.completion import Completion
 from paceline.engine.engine import Chunk, Engine
-from paceline.engine.residency import Residency, create
+from paceline.engine.residency import Residency, create, fit_budget
 from paceline.engine.round import RuleJudge
-from paceline.errors import ConfigError, EngineReplacedError, MemoryBudgetError, PromptError, SamplingError, way_out
+from paceline.errors import ConfigError, EngineReplacedError, PromptError, SamplingError, reraised, way_out
 from paceline.hub import resolve as resolve_model
 from paceline.model.backends import load_target, settle
 from paceline.model.measure import measure_passes
 from paceline.model.native import library as native_lib
-from paceline.model.target import DEFAULT_MAX_LEN, Target
 from paceline.model.text.chat import chat_ids
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.plan.costs import PassCosts
@@ -42,7 +42,7 @@ from paceline.plan.marginals import Marginals, MockedPlanner
 from paceline.plan.planner import AdaptivePlanner, Planner
 from paceline.plan.routes import Router
 from paceline.plan.trees import MOST_NODES
-from paceline.types import SamplingParams
+from paceline.types import NONE, SamplingParams
 from paceline.verify.rules import RULES, mocked
 
 Message = dict[str, Any]
@@ -51,6 +51,22 @@ _RAW_TEXT = "pass the text itself to generate()"
 LATER = 7
 """With a router, drafters may be added later: target passes are captured for at least this many drafts per round, and
 measured for as many if no drafter drafts yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """Arguments of LLM that are not settings of the engine."""
+
+    model: str | Path
+    drafter: str | Path | Drafter | None
+    drafters: Mapping[str, str | Path | Drafter] | None
+    router: Router | None
+    allow_lossy: bool
+    max_tv: Share | None
+    loaded_drafters: Count | None
+
+    def __post_init__(self) -> None:
+        check_all(self)
 
 
 class LLM:
@@ -70,19 +86,20 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: str | Path = "smollm2-135m",
         *,
-        drafter: str | Drafter | None = "default",
-        drafters: Mapping[str, str | Drafter] | None = None,
+        drafter: str | Path | Drafter | None = "default",
+        drafters: Mapping[str, str | Path | Drafter] | None = None,
         router: Router | None = None,
         allow_lossy: bool = False,
         max_tv: float | None = None,
         loaded_drafters: int | None = None,
         **settings: Any,
     ) -> None:
-        specs = drafters or {"": drafter}
+        _Arguments(model, drafter, drafters, router, allow_lossy, max_tv, loaded_drafters)
+        specs = {key: str(one) if isinstance(one, Path) else one for key, one in (drafters or {"": drafter}).items()}
         first = next(iter(specs.values()))
-        name = first if isinstance(first, str) else (first.name if first else "none")
+        name = first.name if isinstance(first, Drafter) else NONE if first is None else first
         self.config = settle(EngineConfig.of(model=model, drafter=name, **settings))
         if self.config.speculation.is_off:
             drafters, specs = None, {"": None}
@@ -93,7 +110,7 @@ class LLM:
             if native_lib.load() is not None:
                 native_lib.follow_torch()
         with ThreadPoolExecutor(1) as executor:  # packing the target's matrices leaves Python to the tokenizer
-            tokenizer = executor.submit(_tokenizer, self.config, resolve_model(model))
+            tokenizer = executor.submit(_tokenizer, self.config, resolve_model(self.config.model))
             self.target = load_target(self.config)
             self.tokenizer = tokenizer.result() or Tokenizer.stand_in(self.target.vocab_size)
         make = partial(self.make_drafter, num_drafted=self.config.num_drafted)
@@ -102,7 +119,7 @@ class LLM:
         """The default drafter for new requests."""
         self.router = router
         self.allow_lossy, self.max_tv = allow_lossy, max_tv
-        _fit_budget(self.config, self.target, list(created.values()))
+        fit_budget(self.config, self.target, list(created.values()))
         if loaded_drafters is not None:
             self.residency = Residency(loaded_drafters, self.target, make, self.config.kv_memory)
         self.pass_costs: PassCosts | None = None
@@ -276,7 +293,7 @@ class LLM:
         """Answers conversations, each a list of messages; returns the answers in the same order. Raises the errors of
         `encode_chat`; other arguments and errors: see `generate_ids`."""
         with way_out(_RAW_TEXT):
-            prompts = [self.encode_chat(messages) for messages in conversations]
+            prompts = [self.encode_chat(messages) for messages in _listed(conversations, "conversation")]
         return self.generate_ids(prompts, params, on_chunk)
 
     def generate(
@@ -287,9 +304,7 @@ class LLM:
     ) -> list[Completion]:
         """Continues raw texts, without a chat template; returns the answers in the same order. Raises PromptError for
         one text instead of a list; other arguments and errors: see `generate_ids`."""
-        if isinstance(prompts, str):
-            raise PromptError("prompts is one text: give a list of texts, as in [text]")
-        return self.generate_ids([self.tokenizer.encode(prompt) for prompt in prompts], params, on_chunk)
+        return self.generate_ids(list(map(self.tokenizer.encode, _listed(prompts, "text"))), params, on_chunk)
 
     def generate_ids(
         self,
@@ -305,8 +320,8 @@ class LLM:
         prompts differ, the errors of `Engine.add`, and the error of a request that fails. An error or interrupt aborts
         all requests of this call.
         """
-        every = [_token_ids(prompt) for prompt in prompts]
-        each = [params] * len(every) if params is None or isinstance(params, SamplingParams) else list(params)
+        every = _token_ids(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(every)
         if len(each) != len(every):
             raise SamplingError(f"{len(each)} params for {len(every)} prompts: give one for each, or one for all")
         texts, done = [""] * len(every), dict[int, Completion]()
@@ -315,12 +330,9 @@ class LLM:
             contextlib.closing(self._answer(list(zip(every, each, strict=True)))) as answering,
         ):
             for place, chunk in answering:
-                seq = chunk.sequence
                 texts[place] += chunk.text
                 if chunk.finish_reason is not None:
-                    prompt_ids, stats = seq.tokens[: seq.prompt_len], GenerationStats.of(seq)
-                    answer = texts[place], seq.output_ids, chunk.finish_reason
-                    done[place] = Completion(*answer, stats, seq.logprobs, prompt_ids, seq.prompt_logprobs)
+                    done[place] = Completion.of(chunk.sequence, texts[place])
                 if on_chunk:
                     on_chunk(chunk)
         return [done[place] for place in range(len(every))]
@@ -330,8 +342,7 @@ class LLM:
         template, raw text, or token ids. Between two chunks, the caller may read other streams or generate other
         answers. Raises the errors of `encode_chat` and `Engine.add`, and the error of a request that fails."""
         with contextlib.closing(self._answer([(self._ids_of(prompt), params)])) as answering:
-            for _, chunk in answering:
-                yield chunk
+            yield from (chunk for _, chunk in answering)
 
     def _answer(self, requests: list[tuple[list[int], SamplingParams | None]]) -> Generator[tuple[int, Chunk]]:
         """Yields (index of the request, chunk) until all requests are finished; aborts the others if it ends early."""
@@ -367,15 +378,19 @@ class LLM:
         if isinstance(prompt, list | tuple) and (not prompt or isinstance(prompt[0], Mapping)):
             with way_out(_RAW_TEXT):
                 return self.encode_chat(cast("list[Message]", [*prompt]))
-        return _token_ids(prompt)
+        return _token_ids([prompt])[0]
 
 
-def _token_ids(prompt: Iterable[Any]) -> list[int]:
-    """Returns a prompt's token ids, also from an array or tensor. Raises PromptError if one is not an integer."""
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError as error:
-        raise PromptError(f"a prompt must be a list of token ids ({error}): give one prompt as in [[1, 2]]") from error
+def _listed(values: Any, what: str) -> list[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise PromptError(f"give a list of {what}s, as in [{what}], not {values!r:.80}")
+    return [*values]
+
+
+def _token_ids(prompts: Iterable[Iterable[Any]]) -> list[list[int]]:
+    """Returns the token ids of prompts, also of arrays and tensors. Raises PromptError if one is not an integer."""
+    with reraised(PromptError, "a prompt must be a list of token ids", "give one prompt as in [[1, 2]]", TypeError):
+        return [[operator.index(token) for token in prompt] for prompt in prompts]
 
 
 def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
@@ -383,18 +398,3 @@ def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
     if config.weights == "random" and path.is_dir() and not (path / "tokenizer.json").is_file():
         return None
     return Tokenizer.from_path(path)
-
-
-def _fit_budget(config: EngineConfig, target: Target, drafters: list[Drafter]) -> None:
-    """Allocate as many cache rows as fit in the memory budget, at most max_batch. Raises MemoryBudgetError if not even
-    one fits."""
-    if config.kv_memory is None:
-        return
-    row_bytes = target.cache.num_bytes + memory_of(drafters, target).cache_bytes
-    num_rows = min(config.max_batch, config.kv_memory // row_bytes)
-    if num_rows < 1:
-        raise MemoryBudgetError(
-            f"one row of {target.cache.max_len} tokens needs {row_bytes:,} bytes of cache, the budget is "
-            f"{config.kv_memory:,}: raise kv_memory or lower max_len"
-        )
-    target.allocate_cache(num_rows, config.max_len or min(target.max_position, DEFAULT_MAX_LEN))

@@ -25,11 +25,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from weakref import WeakSet
 
+from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter, Stamp
 from paceline.draft.pool import Member, Pool, bind, memory_of
 from paceline.draft.registry import origin_of
 from paceline.errors import MemoryBudgetError, ModelFileError
-from paceline.model.target import Target
+from paceline.model.target import DEFAULT_MAX_LEN, Target
 from paceline.types import LOOKUP, NONE
 
 RETRY_S = 60.0
@@ -225,3 +226,18 @@ def can_release(drafter: Drafter) -> bool:
     """True if releasing the drafter would free memory, and it can be loaded again: it is in memory, has weights and was
     created from a name or path."""
     return bool(not drafter.is_released and drafter.weight_bytes and drafter.source)
+
+
+def fit_budget(config: EngineConfig, target: Target, drafters: list[Drafter]) -> None:
+    """Allocate as many cache rows as fit in the memory budget, at most max_batch. Raises MemoryBudgetError if not even
+    one fits."""
+    if config.kv_memory is None:
+        return
+    row_bytes = target.cache.num_bytes + memory_of(drafters, target).cache_bytes
+    num_rows = min(config.max_batch, config.kv_memory // row_bytes)
+    if num_rows < 1:
+        raise MemoryBudgetError(
+            f"one row of {target.cache.max_len} tokens needs {row_bytes:,} bytes of cache, the budget is "
+            f"{config.kv_memory:,}: raise kv_memory or lower max_len"
+        )
+    target.allocate_cache(num_rows, config.max_len or min(target.max_position, DEFAULT_MAX_LEN))

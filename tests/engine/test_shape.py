@@ -181,6 +181,17 @@ def test_prompts_and_params_of_the_library_are_lists_of_one_length() -> None:
         llm.chat(cast(Any, [{"role": "user", "content": "a"}]))
     with pytest.raises(SamplingError, match="1 params for 2 prompts"):
         llm.generate(["a", "b"], [params])
+    for wrong in ({"max_tokens": 2}, 5, "x", [{"max_tokens": 2}]):
+        with pytest.raises(SamplingError, match=r"params must be SamplingParams\(\.\.\.\), not ({'max|5|'x')"):
+            llm.generate(["a"], cast(Any, wrong))
+    for call in (llm.generate, llm.chat):
+        with pytest.raises(PromptError, match=r"give a list of (texts|conversations), as in \[.*\], not None"):
+            call(cast(Any, None))
+    with pytest.raises(PromptError, match="a prompt must be a text, not 1"):
+        llm.generate(cast(Any, [1]))
+    with pytest.raises(PromptError, match="a prompt must be a list of token ids"):
+        llm.generate_ids(cast(Any, None))
+    assert not llm.engine.has_work
 
 
 def test_an_answer_of_the_library_has_the_scores_of_its_prompt() -> None:

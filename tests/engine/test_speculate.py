@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,7 +12,6 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
 from paceline.plan.planner import AdaptivePlanner
 
-pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 1, "max_len": 64}
 
 
@@ -23,6 +22,7 @@ def most_verified(llm: LLM) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_a_number_is_that_of_every_drafter(model: Path) -> None:
     llm = LLM(str(model), drafter="random-dflash", speculate=2, **SETTINGS)
     assert llm.drafter.num_drafted == most_verified(llm) == 2
@@ -33,17 +33,46 @@ def test_a_number_is_that_of_every_drafter(model: Path) -> None:
         LLM(str(model), speculate=2, num_drafted=3, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_drafter_and_drafters_exclude_each_other(model: Path) -> None:
     with pytest.raises(ConfigError, match="drafter and drafters both set"):
         LLM(str(model), drafter="none", drafters={"a": "ngram"}, **SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"drafter": 5}, "drafter must be of type str or Path or Drafter or None, not 5"),
+        ({"drafters": {"a": 5}}, "drafters must be of type Mapping[str, str or Path or Drafter] or None, not {'a': 5}"),
+        ({"drafters": 5}, "drafters must be of type Mapping[str, str or Path or Drafter] or None, not 5"),
+        ({"router": "auto"}, "router must be of type Router or None, not 'auto'"),
+        ({"allow_lossy": "false"}, "allow_lossy must be of type bool, not 'false'"),
+        ({"max_tv": -1}, "max_tv must be between 0 and 1, not -1"),
+        ({"loaded_drafters": 0}, "loaded_drafters must be at least 1, not 0"),
+        ({"model": None}, "model must be of type str or Path, not None"),
+    ],
+)
+def test_an_invalid_argument_is_named_before_the_model_is_loaded(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(**{"model": "no-such-model"} | wrong)
+    assert str(caught.value) == message
+
+
+def test_paths_are_taken_as_their_names(model: Path) -> None:
+    llm = LLM(model, drafter=Path("ngram"), **SETTINGS)
+    assert (llm.config.model, llm.config.drafter, llm.drafter.name) == (str(model), "ngram", "ngram")
+    with pytest.raises(ConfigError, match="a drafter must be a name, a path or a Drafter, not 5"):
+        llm.use_drafter(cast(Any, 5))
+
+
+@pytest.mark.slow
 def test_full_is_all_that_the_drafter_makes(model: Path) -> None:
     llm = LLM(str(model), drafter="random-dflash", speculate="full", num_drafted=3, **SETTINGS)
     assert llm.drafter.num_drafted == most_verified(llm) == 3
     assert llm.make_drafter("ngram").num_drafted == 3
 
 
+@pytest.mark.slow
 def test_off_loads_no_drafter(model: Path) -> None:
     for more in ({"drafters": {"a": "no-such", "b": "ngram"}}, {"drafter": "no-such"}, {"drafter": NgramDrafter()}):
         llm = LLM(str(model), speculate="off", **more, **SETTINGS)

@@ -105,7 +105,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode raw text to token ids. `add_special_tokens`: add bos or eos, if the tokenizer is configured to. Raises
-        PromptError for invalid Unicode."""
+        PromptError for invalid Unicode and other values."""
+        if not isinstance(text, str):
+            raise PromptError(f"a prompt must be a text, not {text!r:.80}")
         with reraised(
             PromptError, "the prompt is no valid Unicode text", "re-encode it as UTF-8", UnicodeEncodeError, TypeError
         ):
