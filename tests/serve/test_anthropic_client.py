@@ -190,6 +190,25 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice.name does not go with the type auto"),
+        ({"tool_choice": {"type": "none", "name": "weather"}}, "tool_choice.name does not go with the type none"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name: a part of type tool needs it"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content: String should have at least 1"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: List should have at least 1"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}]}, "messages[0].content[0].text: "),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content: "),
+    ],
+)
+def test_what_would_be_ignored_is_refused_by_its_name(live: Live, fields: dict[str, Any], message: str) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        body = {"messages": HELLO, "tools": [WEATHER]} | ({} if "count" in path else {"max_tokens": 2}) | fields
+        status, answer, _ = live.post(path, body)
+        assert (status, answer["error"]["message"][: len(message)]) == (400, message)
+
+
 def test_max_tokens_is_required(live: Live) -> None:
     status, answer, _ = live.post("/v1/messages", {"messages": HELLO})
     assert status == 400

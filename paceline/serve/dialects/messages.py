@@ -25,6 +25,7 @@ KEYS = {
     "tool_use": {"id", "name", "input"},
 }
 """Type of a content block -> its fields."""
+NOT_EMPTY: Any = Field(min_length=1)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Type of a tool choice in a Messages request -> tool choice of a chat request."""
 NAMES = {
@@ -48,7 +49,7 @@ class ContentBlock(Closed):
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["content"]
 
     type: Literal["text", "thinking", "tool_use", "tool_result"]
-    text: str | None = None
+    text: Annotated[str, NOT_EMPTY] | None = None
     thinking: str | None = None
     id: str | None = Field(None, description="tool_use: id of the call.")
     name: str | None = Field(None, description="tool_use: name of the tool.")
@@ -61,7 +62,9 @@ class MessageTurn(Closed):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"] = Field(description="Author of the message.")
-    content: str | list[ContentBlock] = Field(description="Text, or content blocks.")
+    content: Annotated[str, NOT_EMPTY] | Annotated[list[ContentBlock], NOT_EMPTY] = Field(
+        description="Text, or content blocks."
+    )
 
 
 class MessageTool(Closed):
@@ -205,7 +208,11 @@ def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
     if body.tools:
         chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools]
     if choice:
-        chat["tool_choice"] = CHOICES.get(choice.type) or _chosen(choice)
+        optional = ("disable_parallel_tool_use",)
+        keys = {*optional, *(("name",) if choice.type == "tool" else ())}
+        check_keys(choice, choice.type, keys, "tool_choice", optional)
+        chosen = {"type": "function", "function": {"name": choice.name}}
+        chat["tool_choice"] = CHOICES.get(choice.type, chosen)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
@@ -228,12 +235,6 @@ def _function(tool: MessageTool) -> dict[str, Any]:
         "strict": tool.strict,
     }
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _chosen(choice: MessageToolChoice) -> dict[str, Any]:
-    if choice.name is None:
-        raise RequestRefused("tool_choice.name: the type tool needs it", param="tool_choice.name")
-    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _messages(turn: MessageTurn, where: str) -> list[tuple[str, dict[str, Any]]]:
