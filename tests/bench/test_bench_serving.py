@@ -18,9 +18,9 @@ from loopback import Handler, answering
 from server_words import LAST, USAGE, event, stream, text_event
 from small_llm import tiny_model
 
-from paceline.bench.config import ServersConfig, ServingConfig
+from paceline.bench.config import WARM_UP_TOKENS, ServersConfig, ServingConfig
 from paceline.bench.serving import servers
-from paceline.bench.serving.load import Contender, ServingBench
+from paceline.bench.serving.load import WARM_UP_REQUESTS, Contender, ServingBench
 from paceline.commands.bench import bench_serving, words_of
 from paceline.config import EngineConfig
 from paceline.data.prompts import Prompt
@@ -116,6 +116,13 @@ def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     assert client.most == 3
     assert bench.num_requests(Arrivals(concurrency=3)) == 12 and bench.num_requests(Arrivals(rate=0.5)) == 5
     assert bench.results()[0].speedup is None and bench.results()[0].identical is None
+
+
+def test_a_warm_up_is_small_whatever_the_load() -> None:
+    client, config = Recording(0.0), ServingConfig(rates=(400.0,), num_requests=40, max_tokens=5, repeat=1)
+    ServingBench([Contender("x", client)], "m", PROMPTS, config).run()
+    lengths = [body["max_tokens"] for body in client.bodies]
+    assert lengths == [WARM_UP_TOKENS] * WARM_UP_REQUESTS + [5] * 40
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ BASELINE = "off"
 DONE = b"[DONE]"
 ROUNDS_OF_REQUESTS = 4
 """Minimum number of requests in a closed loop, per request in flight."""
+WARM_UP_REQUESTS = 8
+"""Most requests that are sent to a contender before it is measured."""
 OPEN_SECONDS = 10.0
 """Minimum duration of an open loop, in seconds."""
 
@@ -182,7 +184,7 @@ class ServingBench:
         `on_pass` gets these and the Pass after all requests of a load."""
         try:
             for contender in self.contenders:
-                self._pass(contender, self.loads[0], WARM_UP_TOKENS, 0)
+                self._warm_up(contender)
             for number in range(self.config.repeat):
                 for place, load in enumerate(self.loads):
                     for contender in self.contenders[:: -1 if (number + place) % 2 else 1]:
@@ -197,9 +199,7 @@ class ServingBench:
     def _pass(
         self, contender: Contender, load: Arrivals, max_tokens: int, number: int, on_answer: Callable[[], None] = ignore
     ) -> Pass:
-        fields = {"model": self._model} | ({"ignore_eos": True} if self.config.ignore_eos else {}) | contender.fields
-        prompts = [self._prompts[index % len(self._prompts)] for index in range(self.num_requests(load))]
-        requests = [api_request(prompt, index, self.config, max_tokens, fields) for index, prompt in enumerate(prompts)]
+        requests = self._requests(contender, self.num_requests(load), max_tokens)
         before = _steps(contender.client)
         began, cpu_began = time.perf_counter(), time.process_time()
         due = None
@@ -210,6 +210,17 @@ class ServingBench:
         spans = [(key, *spent, *before.get(key, (0, 0.0))) for key, spent in _steps(contender.client).items()]
         steps = [[*key, count - old, seconds - old_s] for key, count, seconds, old, old_s in spans if count > old]
         return Pass(wall_s, cpu_s, [read_answer(stream, began) for stream in streams], steps)
+
+    def _warm_up(self, contender: Contender) -> None:
+        """Send the first requests for short answers, at no rate: a whole pass would take as long as it measures."""
+        load = self.loads[0]
+        requests = self._requests(contender, min(self.num_requests(load), WARM_UP_REQUESTS), WARM_UP_TOKENS)
+        send_all(contender.client, requests, load.concurrency or len(requests), None, ignore)
+
+    def _requests(self, contender: Contender, count: int, max_tokens: int) -> list[tuple[str, bytes]]:
+        fields = {"model": self._model} | ({"ignore_eos": True} if self.config.ignore_eos else {}) | contender.fields
+        prompts = [self._prompts[index % len(self._prompts)] for index in range(count)]
+        return [api_request(prompt, index, self.config, max_tokens, fields) for index, prompt in enumerate(prompts)]
 
     def results(self) -> list[ServingResult]:
         return [self._result(load, name) for load, name in self.passes if self.passes[load, name]]
