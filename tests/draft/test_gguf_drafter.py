@@ -235,6 +235,16 @@ def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
         ({"dflash.target_layers": None}, ModelFileError, "has no dflash.target_layers"),
         ({"dflash.target_layers": [0, 2, 3]}, ModelFileError, "counts from 1"),
         ({"dflash.block_size": 4}, ModelFileError, "block_size is 4 in llama.cpp's keys and 8"),
+        ({"dflash.rope.freq_base": 5e5}, ModelFileError, "rope_theta is 500000.0 in llama.cpp's keys and 10000.0"),
+        ({"dflash.attention.head_count_kv": 2}, ModelFileError, "num_kv_heads is 2 in llama.cpp's keys and 1"),
+        ({"dflash.attention.sliding_window": 9}, ModelFileError, r"windows is \(9, None, 9\) in llama.cpp's keys and"),
+        ({"dflash.rope.scaling.factor": 8.0}, ModelFileError, "rope_scaling is .*8.0.* in llama.cpp's keys and .*4.0"),
+        ({"dflash.selector_top_k": 5}, ModelFileError, "selector_top_k is 5 in llama.cpp's keys and 6"),
+        (
+            {"dflash.block_count": 2**31, "dflash.attention.sliding_window_pattern": None},
+            ModelFileError,
+            "'num_hidden_layers' as a whole number from 1 to 4096",
+        ),
         ({"paceline.config": "{"}, ModelFileError, "no JSON"),
         ({"paceline.config": "[1]"}, ModelFileError, "no object"),
         ({"paceline.draft_ids": [5, 1]}, ModelFileError, "ascend"),
@@ -242,7 +252,7 @@ def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
 )
 def test_files_that_contradict_themselves(tmp_path: Path, changed: dict[str, Any], error: Any, message: str) -> None:
     """A key that was changed with another program is not read in two ways in silence."""
-    file, _ = exported(tmp_path, raw_config(), IDS)
+    file, _ = exported(tmp_path, raw_2(**BOTH_WAYS, rope_scaling=YARN), IDS)
     reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(tmp_path / "changed.gguf", "dflash")
     for name, field in reader.fields.items():
         if not name.startswith(("GGUF.", "general.architecture")) and changed.get(name, 0) is not None:

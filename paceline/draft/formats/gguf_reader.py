@@ -13,13 +13,15 @@ llama.cpp does not read: `paceline.config`, z-lab's config.json, and `paceline.d
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.draft.dflash.config import DFlash2Sizes
+from paceline.draft.dflash.config import DFlash2Sizes, DFlashConfig
 from paceline.draft.vocabulary import Vocabulary, check_ids, split
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import check_finite
@@ -54,6 +56,10 @@ WHOLE_NAMES = {
     "candidate_selector.successor_codebook": "selector_successor.weight",
     "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
 }
+SHAPE_FIELDS = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+SHAPE_FIELDS += ("max_position", "rms_norm_eps", "rope_theta", "rope_scaling", "windows")
+OWN_FIELDS = ("block_size", "target_layer_ids", "mask_token_id", "is_causal", *SCALES)
+"""Fields of DecoderConfig and of DFlashConfig that llama.cpp's keys express."""
 LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
@@ -130,7 +136,7 @@ def _narrowed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The config.json stored by our export, else one converted from llama.cpp's keys. Raises ModelFileError if both
-    exist and differ, as after an edit."""
+    exist and differ in a value that both can express, as after an edit."""
     converted = _z_lab_config(file, tensors)
     exported = file.get(CONFIG, str)
     if exported is None:
@@ -141,16 +147,30 @@ def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
         raise ModelFileError(f"{file.path}: GGUF key {CONFIG} is no JSON: export the drafter again") from error
     if not isinstance(raw, dict):
         raise ModelFileError(f"{file.path}: GGUF key {CONFIG} is no object: export the drafter again")
-    nested = raw.get("dflash_config")
-    exported_keys = {**raw, **(nested if isinstance(nested, dict) else {})}
-    native_keys = {**converted, **converted["dflash_config"]}
-    for name in ("hidden_size", "num_hidden_layers", "head_dim", "block_size", "target_layer_ids", "mask_token_id"):
-        if native_keys.get(name) is not None and exported_keys.get(name) not in (None, native_keys[name]):
+    native, own = (_values_of(DFlashConfig.from_json(each, file.path)) for each in (converted, raw))
+    for name, value in native.items():
+        if not _is_same(value, own.get(name)):
             raise ModelFileError(
-                f"{file.path}: {name} is {native_keys[name]} in llama.cpp's keys and {exported_keys[name]} in "
-                f"{CONFIG}: export the drafter again, or take that key out of the file"
+                f"{file.path}: {name} is {value} in llama.cpp's keys and {own.get(name)} in {CONFIG}: export the "
+                "drafter again, or take that key out of the file"
             )
     return raw
+
+
+def _values_of(config: DFlashConfig) -> dict[str, Any]:
+    """The values of a drafter's config that llama.cpp's keys express, by field."""
+    values = {name: getattr(config.shape, name) for name in SHAPE_FIELDS}
+    values |= {name: getattr(config, name) for name in OWN_FIELDS}
+    return values | (asdict(config.second) if config.second else {})
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """True for equal values, where fractions were rounded to float32."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_is_same(value[key], other[key]) for key in value)
+    if isinstance(value, float) and isinstance(other, int | float):
+        return math.isclose(value, other, rel_tol=1e-6)
+    return value == other
 
 
 def _z_lab_config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -182,10 +202,9 @@ def _z_lab_config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     config["vocab_size"] = file.length(TOKENS) or file.get(key("vocab_size"), int)
     window = file.get(key("attention.sliding_window"), int)
     if window:
-        kinds = file.array(key("attention.sliding_window_pattern"), bool)
-        kinds = kinds or [True] * (config["num_hidden_layers"] or 0)
-        config |= {"sliding_window": window, "use_sliding_window": True}
-        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in kinds]
+        config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+        if kinds := file.array(key("attention.sliding_window_pattern"), bool):
+            config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in kinds]
     if file.get(key("rope.scaling.type"), str) not in (None, "none"):
         config["rope_scaling"] = _rope_scaling(file, key("rope.scaling"))
     present = {name: value for name, value in config.items() if value is not None}
