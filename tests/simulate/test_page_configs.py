@@ -83,7 +83,7 @@ def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
     for ours, config in zip(results, cases, strict=True):
         try:
             expected = comparable(asdict(shape_of(config)))
-        except (PacelineError, ZeroDivisionError, TypeError):
+        except PacelineError:
             expected = None
         refused += expected is None
         assert ("error" in ours) == (expected is None), (ours, config)

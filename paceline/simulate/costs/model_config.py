@@ -62,14 +62,16 @@ class ConfigReader:
         self.whole_config, self.config = whole_config, inner
         for family, reason in KEYS["not_read"].items():
             if self.family.startswith(family):
-                raise UnsupportedModelError(
-                    f"{self.family} has {reason}, which is not read: describe the model as a shape "
-                    "(docs/explanation/prediction.md)"
-                )
+                remedy = "describe the model as a shape (docs/explanation/prediction.md)"
+                raise UnsupportedModelError(f"{self.family} has {reason}, which is not read: {remedy}")
 
     @property
     def family(self) -> str:
         return str(self.config.get("model_type", self.whole_config.get("model_type", "model")))
+
+    def error(self, text: str) -> UnsupportedModelError:
+        """Returns the error with this message, which begins with the model's family."""
+        return UnsupportedModelError(f"{self.family}: {text}")
 
     def has(self, name: str) -> bool:
         return bool(self.config.get(name))
@@ -77,21 +79,17 @@ class ConfigReader:
     def whole(self, name: str, default: int | None = None, within: dict[str, Any] | None = None) -> int:
         """Returns the integer value of the key `name`. `within`: object of the config that has the key; None: the
         config itself. If the key is missing or null, returns `default`. Raises UnsupportedModelError if `default` is
-        None then, and for an invalid size."""
+        None then, and for an invalid size; 0 is valid only if it is also the default."""
         keys, config = (name, *KEYS["other_names"].get(name, ())), self.config if within is None else within
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is None:
             if default is None:
-                raise UnsupportedModelError(
-                    f"{self.family}: the config has no {name}, which a prediction needs: give a complete config.json"
-                )
+                raise self.error(f"the config has no {name}, which a prediction needs: give a complete config.json")
             return default
         most = MOST_LAYERS if name == "num_hidden_layers" else MOST
-        is_size = is_amount(value) and float(value).is_integer() and (default is not None or value > 0)
+        is_size = is_amount(value) and float(value).is_integer() and (default == 0 or value > 0)
         if not is_size or value > most:
-            raise UnsupportedModelError(
-                f"{self.family}: {name} is {value!r:.40}, which is no size: check the config.json"
-            )
+            raise self.error(f"{name} is {value!r:.40}, which is no size: check the config.json")
         return int(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -100,7 +98,10 @@ class ConfigReader:
 
     @property
     def head_dim(self) -> int:
-        return self.whole("head_dim", self.whole("hidden_size") // self.whole("num_attention_heads"))
+        hidden, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
+        if size := self.whole("head_dim", hidden // heads):
+            return size
+        raise self.error(f"{heads} heads in a hidden_size of {hidden}, which is not possible: check the config.json")
 
     @property
     def differs_by_layer(self) -> bool:
@@ -157,15 +158,15 @@ class ConfigReader:
         """Returns a layer's attention type: full_attention, sliding_attention or linear_attention. Without
         "layer_types" in the config, the type follows the pattern of the model's family. Raises UnsupportedModelError
         for an unknown type."""
-        kinds = self.config.get("layer_types")
-        if self.differs_by_layer and layer == self.whole("num_hidden_layers") - 1:
+        kinds, num_layers = self.config.get("layer_types"), self.whole("num_hidden_layers")
+        if self.differs_by_layer and layer == num_layers - 1:
             return "full_attention"
-        if isinstance(kinds, list) and len(kinds) > layer:
+        if kinds:
+            if not isinstance(kinds, list) or len(kinds) < num_layers:
+                raise self.error(f"layer_types must list the type of each of {num_layers} layers")
             kind, known = str(kinds[layer]), KEYS["layer_kinds"]
             if kind not in known and not self.has("compress_ratios"):
-                raise UnsupportedModelError(
-                    f"{self.family}: layer type {kind!r} is not known: choose from {', '.join(known)}"
-                )
+                raise self.error(f"layer type {kind!r} is not known: choose from {', '.join(known)}")
             return kind if kind in known else "full_attention"
         if self.has("linear_num_value_heads"):
             return (
@@ -186,11 +187,9 @@ class ConfigReader:
         if (
             not isinstance(values, list)
             or len(values) < num_layers
-            or not all(isinstance(value, int) for value in values)
+            or not all(isinstance(value, int) and is_amount(value) for value in values)
         ):
-            raise UnsupportedModelError(
-                f"{self.family}: compress_ratios must list a whole number for each of {num_layers} layers"
-            )
+            raise self.error(f"compress_ratios must list a whole number for each of {num_layers} layers")
         return values[layer]
 
     def is_sparse(self, layer: int) -> bool:
@@ -199,7 +198,10 @@ class ConfigReader:
             return False
         if not self.flag("enable_moe_block", True):
             return False
-        if layer in (self.config.get("mlp_only_layers") or ()):
+        dense = self.config.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise self.error("mlp_only_layers must be a list of layers")
+        if layer in dense:
             return False
         step = self.whole("decoder_sparse_step", 0) or self.whole("interleave_moe_layer_step", 0) or 1
         return (layer + 1) % step == 0
@@ -234,6 +236,8 @@ def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
     if read.has("kv_lora_rank"):
         return _latent(read)
     heads, (kv_heads, head_dim) = read.whole("num_attention_heads"), read.key_heads(layer)
+    if heads % kv_heads:
+        raise read.error(f"{heads} heads cannot share {kv_heads} key heads evenly: check the config.json")
     width, is_shared = heads * head_dim, read.is_shared(layer)
     queries = 2 * width if read.flag("attn_output_gate", read.family.removesuffix("_text") in KEYS["gated"]) else width
     window = read.whole("sliding_window") if kind == "sliding_attention" else None
@@ -314,14 +318,12 @@ def experts_of(read: ConfigReader) -> Experts | None:
     layers = sum(read.is_sparse(layer) for layer in range(read.whole("num_hidden_layers")))
     if not layers:
         return None
-    width = read.whole("moe_intermediate_size", read.whole("intermediate_size", 0)) or read.whole("intermediate_size")
+    width = read.whole("moe_intermediate_size", 0) or read.whole("intermediate_size")
     shared = read.whole("n_shared_experts", 0) * width + read.whole("shared_expert_intermediate_size", 0)
     each, always = 3 * read.whole("hidden_size") * width, 3 * read.whole("hidden_size") * shared
     num_routed, per_token = read.num_experts, read.experts_per_token
     if not 0 < per_token < num_routed:
-        raise UnsupportedModelError(
-            f"{read.family}: {per_token} of {num_routed} experts per token is not possible: check num_experts_per_tok"
-        )
+        raise read.error(f"{per_token} of {num_routed} experts per token is not possible: check num_experts_per_tok")
     return Experts(
         num_routed=num_routed,
         per_token=per_token,

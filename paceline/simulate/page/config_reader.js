@@ -56,7 +56,7 @@ export class ConfigReader {
     return isTrue(this.get(name));
   }
 
-  /** A whole number; a key that is null counts as missing. */
+  /** A whole number; a key that is null counts as missing; 0 is valid only if it is also the standard. */
   whole(name, standard, within) {
     const value = [name, ...(CONFIG_KEYS.other_names[name] ?? [])]
       .map((key) => (within ? within[key] : this.get(key)))
@@ -68,17 +68,11 @@ export class ConfigReader {
         );
       return standard;
     }
-    if (!Number.isInteger(value) || value < (standard === undefined ? 1 : 0) || value > LARGEST) {
+    if (!Number.isInteger(value) || value < (standard === 0 ? 0 : 1) || value > LARGEST) {
       throw new InputError(
         `${this.family}: ${name} is ${JSON.stringify(value)}, which is no size: check the config.json`,
       );
     }
-    return value;
-  }
-
-  #every(name, standard) {
-    const value = this.whole(name, standard);
-    if (value === 0) throw new InputError(`${this.family}: ${name} is 0: it must be at least 1`);
     return value;
   }
 
@@ -102,7 +96,12 @@ export class ConfigReader {
   }
 
   get headDim() {
-    return this.whole("head_dim", Math.floor(this.whole("hidden_size") / this.whole("num_attention_heads")));
+    const hidden = this.whole("hidden_size"), heads = this.whole("num_attention_heads");
+    const size = this.whole("head_dim", Math.floor(hidden / heads));
+    if (size) return size;
+    throw new InputError(
+      `${this.family}: ${heads} heads in a hidden_size of ${hidden}, which is not possible: check the config.json`,
+    );
   }
 
   get #differsByLayer() {
@@ -152,9 +151,11 @@ export class ConfigReader {
   }
 
   layerKind(layer) {
-    const kinds = this.get("layer_types");
-    if (this.#differsByLayer && layer === this.whole("num_hidden_layers") - 1) return "full_attention";
-    if (Array.isArray(kinds) && kinds.length > layer) {
+    const kinds = this.get("layer_types"), layers = this.whole("num_hidden_layers");
+    if (this.#differsByLayer && layer === layers - 1) return "full_attention";
+    if (isTrue(kinds)) {
+      if (!Array.isArray(kinds) || kinds.length < layers)
+        throw new InputError(`${this.family}: layer_types must list the type of each of ${layers} layers`);
       const kind = String(kinds[layer]);
       if (CONFIG_KEYS.layer_kinds.includes(kind)) return kind;
       if (!this.has("compress_ratios"))
@@ -165,14 +166,14 @@ export class ConfigReader {
       return "full_attention";
     }
     if (this.has("linear_num_value_heads"))
-      return (layer + 1) % this.#every("full_attention_interval", 4) === 0 ? "full_attention" : "linear_attention";
+      return (layer + 1) % this.whole("full_attention_interval", 4) === 0 ? "full_attention" : "linear_attention";
     return this.#slides(layer) ? "sliding_attention" : "full_attention";
   }
 
   #slides(layer) {
     if (!this.has("sliding_window") || !this.flag("use_sliding_window", true)) return false;
     const pattern = Object.entries(CONFIG_KEYS.patterns).find(([family]) => this.family.startsWith(family));
-    if (pattern) return (layer + 1) % this.#every("sliding_window_pattern", pattern[1]) !== 0;
+    if (pattern) return (layer + 1) % this.whole("sliding_window_pattern", pattern[1]) !== 0;
     return !(this.family.startsWith("qwen") && layer < this.whole("max_window_layers", 0));
   }
 

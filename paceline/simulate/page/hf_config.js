@@ -94,6 +94,10 @@ function layerAttention(read, layer) {
   if (read.has("kv_lora_rank")) return latent(read, heads);
   const window = kind === "sliding_attention" ? { window: read.whole("sliding_window") } : {};
   const own = { ...read.keyHeads(layer), ...window };
+  if (heads % own.kv_heads)
+    throw new InputError(
+      `${read.family}: ${heads} heads cannot share ${own.kv_heads} key heads evenly: check the config.json`,
+    );
   return { kind: "gqa", heads, ...own, ...(read.isShared(layer) ? { shared: 1 } : {}) };
 }
 
@@ -187,8 +191,7 @@ const layersOf = (read) => Array.from({ length: read.whole("num_hidden_layers") 
 function expertParameters(read) {
   const layers = read.numExperts ? layersOf(read).filter((layer) => read.isSparse(layer)).length : 0;
   if (!layers) return null;
-  const width =
-    read.whole("moe_intermediate_size", read.whole("intermediate_size", 0)) || read.whole("intermediate_size");
+  const width = read.whole("moe_intermediate_size", 0) || read.whole("intermediate_size");
   const each = 3 * read.whole("hidden_size") * width, perToken = read.expertsPerToken;
   const always =
     3 *
