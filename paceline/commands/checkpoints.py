@@ -206,7 +206,7 @@ def inspect(
         module, facts = Eagle3Drafter.from_folder(folder), described_eagle3(stored, folder)
     else:
         stored = read_stored(folder)
-        module, facts = drafter_from(stored), described(stored, folder)
+        module, facts = drafter_from(stored, folder), described(stored, folder)
     for fact in facts:
         print(f"{fact.what:17s} {fact.value}" + (f"  ({fact.meaning})" if fact.meaning else ""))
     line: dict[str, Any] = {"drafter": str(folder), "kind": kind, "facts": [fact._asdict() for fact in facts]}

@@ -293,7 +293,7 @@ class DrafterShape(Checked):
     """Query heads of a draft layer [default: the target's]. Copied layers retain the first ones."""
     num_kv_heads: Count | None = None
     """Key and value heads of a draft layer [default: as many queries for each as the target has]."""
-    block_size: Annotated[int, at_least(2)] = 8
+    block_size: Annotated[int, within("between 2 and 1024", least=2, most=1024)] = 8
     """Block size in tokens: the anchor and the draft tokens [default with --init: that drafter's]."""
     num_taps: Count | None = None
     """Number of target layers whose hidden states the drafter reads [default: 5, or as many as layers]."""

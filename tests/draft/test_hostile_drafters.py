@@ -22,8 +22,9 @@ from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Config, rea
 from paceline.draft.formats.export import export, rows_of
 from paceline.draft.formats.inspection import described
 from paceline.draft.formats.packed import PACKED
+from paceline.draft.registry import read_trained
 from paceline.draft.vocabulary import DRAFT_IDS
-from paceline.errors import ModelFileError
+from paceline.errors import ModelFileError, UnsupportedModelError
 
 HEAD_VD = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0))
 NAN, NUMBER, ONE = torch.full((4,), float("nan")), torch.tensor(1), torch.tensor(1.0)
@@ -167,6 +168,40 @@ def test_flags_of_another_type(value: Any, exported: Path) -> None:
         with pytest.raises(ModelFileError, match=f"{name} must be true or false"):
             read_stored(exported)
         change_config(exported, lambda raw, name=name: raw.update({name: False}))
-    for read, raw in ((DFlashConfig, raw_config(is_causal=value)), (Eagle3Config, raw_eagle3(norm_output=value))):
-        with pytest.raises(ModelFileError, match="(is_causal|norm_output) must be true or false"):
+    eagle3 = raw_eagle3(norm_output=value), raw_eagle3(eagle_config={"use_aux_hidden_state": value})
+    for read, raw in ((DFlashConfig, raw_config(is_causal=value)), *((Eagle3Config, each) for each in eagle3)):
+        with pytest.raises(ModelFileError, match="(is_causal|norm_output|use_aux_hidden_state) must be true or false"):
             read.from_json(raw)
+
+
+TOO_LARGE = {
+    "hidden_size": (10**9, "sizes too large for any memory .*: config and weights are of different drafters"),
+    "num_hidden_layers": (4096, "tensors, for 4096 layers: config and weights are of different drafters"),
+    "intermediate_size": (10**9, "has shape .*, the config asks for .*1000000000"),
+    "block_size": (10**9, "'block_size' as a whole number from 2 to 1024"),
+    "draft_vocab_size": (10**9, "lm_head.weight has 11 rows for a draft_vocab_size of 1000000000"),
+}
+SIZES_OF = {"dflash": [*TOO_LARGE][:4], "dflash2": [*TOO_LARGE][:4], "eagle3": {*TOO_LARGE} - {"block_size"}}
+
+
+@pytest.mark.parametrize(
+    ("method", "key"), [(method, key) for method, keys in SIZES_OF.items() for key in sorted(keys)]
+)
+def test_absurd_sizes_are_refused_before_anything_is_allocated(method: str, key: str, tmp_path: Path) -> None:
+    """A block of 10^9 was bound for minutes, and a hidden size of 10^9 ended in a RuntimeError of PyTorch."""
+    if method == "eagle3":
+        raw = raw_eagle3()
+        tensors = {name: tensor.detach() for name, tensor in loud_network(raw).state_dict().items()}
+        write_eagle3(tmp_path, Eagle3Checkpoint(Eagle3Config.from_json(raw), tensors, torch.arange(11)))
+    else:
+        written(tmp_path, raw_config() if method == "dflash" else raw_2())
+    value, message = TOO_LARGE[key]
+    change_config(tmp_path, lambda raw: raw.update({key: value}))
+    with pytest.raises(ModelFileError, match=message):
+        read_trained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [[], {}, 3])
+def test_an_eagle3_model_type_that_is_no_name(kind: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="EAGLE-3 layers of model_type .* are not implemented"):
+        Eagle3Config.from_json(raw_eagle3() | {"model_type": kind})

@@ -80,9 +80,10 @@ def test_a_folder_holds_the_layer_by_the_target_s_own_names(name: str, folder_of
     save_file(stored | {each: 2 * tensor for each, tensor in written.items()}, back / "model.safetensors")
     assert torch.equal(read_mtp(back).tensors["fc.weight"], 2 * layer.tensors["fc.weight"])
     raw = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw | {MARK: {"layout": "other", "steps": 4}}))
-    with pytest.raises(ModelFileError, match="paceline_mtp in config.json is"):
-        read_mtp(tmp_path / "drafter")
+    for wrong in ({"layout": "other"}, {"steps": True}, {"steps": 10**9}):  # 10^9 drafts: gigabytes of tables
+        (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw | {MARK: raw[MARK] | wrong}))
+        with pytest.raises(ModelFileError, match="paceline_mtp in config.json is"):
+            read_mtp(tmp_path / "drafter")
 
 
 def test_answers_with_it_are_plain_decoding_s(folder_of: Folder, tmp_path: Path) -> None:

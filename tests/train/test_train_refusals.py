@@ -45,7 +45,7 @@ from paceline.train.tiny import write_tiny_target
             "features must be one of auto, online, cached, streamed, not 'guessed'",
         ),
         (("--scale", "huge"), ConfigError, "scale must be one of default, tiny, not 'huge'"),
-        (("--block-size", "1"), ConfigError, "block-size must be at least 2"),
+        (("--block-size", "1"), ConfigError, "block-size must be between 2 and 1024"),
         (("--lr", "0"), ConfigError, "lr must be above 0"),
         (("--epochs", "0"), ConfigError, "must be above 0"),
         (("--max-steps", "0"), ConfigError, "max-steps must be at least 1, not 0"),

@@ -13,7 +13,7 @@ native calls. `reading.py` turns logits into drafts. `tests/draft/test_dflash.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -27,7 +27,7 @@ from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash.reading import Reading, num_finite
 from paceline.draft.tapped import TappedDrafter, cache_shape_of, features_of
 from paceline.draft.vocabulary import HEAD, Vocabulary
-from paceline.errors import ConfigError, ModelFileError
+from paceline.errors import ConfigError, ModelFileError, reraised
 from paceline.model.checkpoint import random_weights
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.native.decoder import NativeDecoder
@@ -138,9 +138,7 @@ class DFlashNetwork(nn.Module):
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
         """Creates a network whose parameters are `tensors`, without a copy. `source`, errors: as in `with_tensors`."""
-        with torch.device("meta"):
-            network = cls(config)
-        return with_tensors(network, tensors, source)
+        return with_tensors(lambda: cls(config), config.shape, tensors, source)
 
     def of_file(self) -> dict[str, Tensor]:
         """Returns the network's tensors under the names of the checkpoint file."""
@@ -171,15 +169,23 @@ class DFlashNetwork(nn.Module):
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
 
-def with_tensors(network: AnyNetwork, tensors: Mapping[str, Tensor], source: Path | str) -> AnyNetwork:
-    """Makes `tensors` the parameters of a network, without a copy, and returns the network. `source`: their origin, for
-    error messages. Raises ModelFileError, which names the tensor, if one is missing, unknown or of the wrong shape."""
+def with_tensors(
+    make: Callable[[], AnyNetwork], shape: DecoderConfig, tensors: Mapping[str, Tensor], source: Path | str
+) -> AnyNetwork:
+    """Returns the network that `make` creates, with `tensors` as its parameters, without a copy. `shape`: sizes of its
+    layers. `source`: origin of the tensors, for error messages. Raises ModelFileError, which names the tensor, if one
+    is missing, unknown or of the wrong shape."""
+    remedy = "config and weights are of different drafters"
+    if shape.num_layers > len(tensors):
+        raise ModelFileError(f"{source}: {len(tensors)} tensors, for {shape.num_layers} layers: {remedy}")
+    too_large = f"{source}: config.json has sizes too large for any memory"
+    with reraised(ModelFileError, too_large, remedy, RuntimeError), torch.device("meta"):
+        network = make()
     expected, given = shapes_of(network.state_dict()), shapes_of(tensors)
     if expected != given:
         name = min(key for key in expected | given if expected.get(key) != given.get(key))
         raise ModelFileError(
-            f"{source}: tensor {name!r} has shape {given.get(name)}, the config asks for {expected.get(name)}: "
-            "config and weights are of different drafters"
+            f"{source}: tensor {name!r} has shape {given.get(name)}, the config asks for {expected.get(name)}: {remedy}"
         )
     network.load_state_dict(dict(tensors), assign=True)
     return network

@@ -98,10 +98,10 @@ class ExtendedNetwork(DFlashNetwork):
         to the logits, and a confidence head always predicts one half. `seed`: seed of random initial weights.
         """
         with torch.device("meta"):
-            network = cls(config, factored)
+            shapes = shapes_of(cls(config, factored).state_dict())
         generator, tensors = torch.Generator().manual_seed(seed), body.state_dict()
         like = next(iter(tensors.values()))
-        for name, shape in shapes_of(network.state_dict()).items():
+        for name, shape in shapes.items():
             if name in tensors:
                 continue
             tensor = torch.zeros(shape)
@@ -110,7 +110,7 @@ class ExtendedNetwork(DFlashNetwork):
             elif "predecessor" in name or name.endswith("hidden_projection.weight"):
                 tensor.normal_(0.0, DEVIATION, generator=generator)
             tensors[name] = tensor.to(like)
-        return with_tensors(network, tensors, "checkpoint")
+        return with_tensors(lambda: cls(config, factored), config.shape, tensors, "checkpoint")
 
     @classmethod
     def random(

@@ -197,6 +197,12 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
         )
     _check_flags(config, tensors, folder)
     _log_unknown(config, others, folder)
+    rows = list(tensors["lm_head.weight"].shape[:1])
+    if rows != [config.draft_vocab_size]:
+        raise ModelFileError(
+            f"{folder}: lm_head.weight has {rows[0] if rows else 0} rows for a draft_vocab_size of "
+            f"{config.draft_vocab_size}: config and weights are of different drafters"
+        )
     return Eagle3Checkpoint(config, tensors, _ids(config, maps, folder), others)
 
 
@@ -264,7 +270,7 @@ def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], h
 
 def _shape(layer: Mapping[str, Any], path: Path) -> DecoderConfig:
     kind = layer.get("model_type", "llama")
-    if kind not in FAMILY:
+    if not isinstance(kind, str) or kind not in FAMILY:
         raise UnsupportedModelError(
             f"{path}: EAGLE-3 layers of model_type {short(kind)} are not implemented: llama and qwen3 are"
         )
@@ -286,6 +292,7 @@ def _shape(layer: Mapping[str, Any], path: Path) -> DecoderConfig:
 def _taps(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     own = part(dict(raw), path, "eagle_config")
     part(dict(raw), path, "speculators_config", "verifier")
+    check_flags(own, path, ("use_aux_hidden_state",))
     if own.get("use_aux_hidden_state") is False:
         raise UnsupportedModelError(
             f"{path}: use_aux_hidden_state is false: drafters that read the last hidden state alone are not implemented"

@@ -110,9 +110,7 @@ class Eagle3Network(nn.Module):
     def of(cls, config: Eagle3Config, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
         """Creates a network whose parameters are `tensors`, without a copy. `source`, errors: as in
         `dflash.drafter.with_tensors`."""
-        with torch.device("meta"):
-            network = cls(config, has_embedding="embed_tokens.weight" in tensors)
-        return with_tensors(network, tensors, source)
+        return with_tensors(lambda: cls(config, "embed_tokens.weight" in tensors), config.shape, tensors, source)
 
     @classmethod
     def random(

@@ -25,7 +25,7 @@ from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.adapter import base_of
 from paceline.model.checkpoint import check_finite, config_json, load_tensors
 from paceline.model.config.decoder import DecoderConfig, decoder_config
-from paceline.model.config.values import short
+from paceline.model.config.values import MOST, is_whole, short
 from paceline.model.gguf.container import is_gguf
 from paceline.model.layout import as_ours, layer_shapes
 
@@ -120,7 +120,7 @@ def _checked_mark(raw: dict[str, Any], is_qwen: bool, path: Path) -> dict[str, A
     layout = "qwen" if is_qwen else "deepseek"
     mark = raw.get(MARK, {"layout": layout, "steps": 1})
     steps = mark.get("steps") if isinstance(mark, dict) and mark.get("layout") == layout else None
-    if not isinstance(steps, int) or steps < 1:
+    if not is_whole(steps) or not 1 <= steps <= MOST["block_size"]:
         raise ModelFileError(
             f"{path}: {MARK} in config.json is {short(mark)}, where the tensors have the names of {layout}: fetch the "
             "drafter again"

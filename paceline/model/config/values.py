@@ -9,12 +9,12 @@ from typing import Any
 
 from paceline.errors import ModelFileError
 
-MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
+MOST = {"num_hidden_layers": 4096, "block_size": 1024}
 MAX_EXPERTS = 65536
 LARGEST = 1e18
-"""Upper limits of values in config.json: layers, other integers, experts of all layers, and floats. Larger values are
-rejected."""
+"""Upper limits of values in config.json: integers, in general and by key, experts of all layers, and floats. Larger
+values are rejected."""
 
 FLAGS = ("attention_bias", "mlp_bias", "output_bias", "tie_word_embeddings", "norm_topk_prob", "use_sliding_window")
 FLAGS += ("attention_k_eq_v", "use_double_wide_mlp")
@@ -67,10 +67,10 @@ def whole(values: dict[str, Any], key: str, path: Path, default: int | None = No
     """Return the integer `values[key]`, or `default` if the key is missing or null.
 
     Raises ModelFileError, naming `path`, if there is neither a value nor a default, or if the value is not an integer
-    from `least` to 2^31 - 1. The maximum of `num_hidden_layers` is 4096.
+    from `least` to 2^31 - 1, or to the key's own maximum (MOST).
     """
     value: Any = default if values.get(key) is None else values[key]
-    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+    most = MOST.get(key, MAX_SIZE)
     if not is_whole(value) or not least <= value <= most:
         raise ModelFileError(
             f"{path}: config.json needs {key!r} as a whole number from {least} to {most} (got {short(value)}): "
