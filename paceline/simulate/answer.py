@@ -356,7 +356,7 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         jobs = workload(config.requests, prompt, parse_lengths("--answer-tokens", config.answer_tokens), config.seed)
     has_own = bool(passes) and costs == CostsConfig() and all(each.steps for each in passes)
     context = round(sum(job.prompt_tokens + job.answer_tokens / 2 for job in jobs) / len(jobs))
-    rows = config.max_rows or MAX_ROWS
+    rows = config.max_rows or (rows_of(config.against) if config.against else None) or MAX_ROWS
     if has_own:
         setup = Setup(StepCosts(), f"steps of {config.against}", "own", limits=list(limits.TEXTS["own"]))
     else:
@@ -372,8 +372,6 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     else:
         most = most_drafts(setup.costs, config.max_draft or setup.costs.max_draft or MAX_DRAFT)
         survival = tuple(parse_acceptance(config.acceptance or ACCEPTANCE).survival(most))
-    if config.against and not config.max_rows:
-        rows = rows_of(config.against) or MAX_ROWS
     server = ServerShape(rows, config.prefill_chunk or None, config.request_overhead)
     if passes:
         compared = compare(passes, None if has_own else setup.costs, server, survival, seed=config.seed)

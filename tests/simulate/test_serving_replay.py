@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from paceline.data.prompts import Prompt
 from paceline.errors import ConfigError
 from paceline.report.statistics import Rounds
 from paceline.runs.folder import RunFolder
+from paceline.simulate.answer import simulate_server
+from paceline.simulate.config import CostsConfig
+from paceline.simulate.config import ServingConfig as SimulateConfig
 from paceline.simulate.costs.rounds import table_of
 from paceline.simulate.server.load import Arrivals, poisson
 from paceline.simulate.server.replay import (
@@ -350,6 +354,16 @@ def test_replayed_against_a_run(steps: Path, folder: Path, tmp_path: Path) -> No
     )
     recorded = last_line(run(*words, "--json"))
     assert recorded["survival"] == pytest.approx(SURVIVAL, abs=0.08) and recorded["num_within"] >= 2
+
+
+def test_a_replay_s_memory_is_checked_for_the_run_s_own_rows(folder: Path, tmp_path: Path) -> None:
+    """It was checked for 8 rows, whatever the run's server had."""
+    run_folder = shutil.copytree(folder, tmp_path / "run")
+    (run_folder / "config.json").write_text(json.dumps({"server": ["--max-batch", "2000"]}))
+    costs = CostsConfig(model="Qwen3-8B", hardware="L4")
+    answer = simulate_server(costs, SimulateConfig(against=run_folder))
+    assert answer.server.max_rows == 2000 and "up to 2000 streams" in answer.setup.assumed
+    assert ["for 2000 x" in warning for warning in answer.setup.warnings] == [True]
 
 
 def test_a_replay_leaves_its_run_alone(folder: Path) -> None:

@@ -184,9 +184,10 @@ def rows_of(folder: Path) -> int | None:
     it is not recorded."""
     try:
         words = json.loads((folder / "config.json").read_text(encoding="utf-8"))["server"]
-        return int(words[words.index("--max-batch") + 1])
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        rows = int(words[words.index("--max-batch") + 1])
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
+    return rows if rows > 0 else None
 
 
 def recorded_survival(passes: Sequence[Recorded]) -> Survival:
