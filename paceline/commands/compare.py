@@ -164,7 +164,10 @@ def _simulated(
     costs = replace(costs, model=engine.model if has_model else None)
     columns = _columns(costs, config) if has_columns else {}
     is_chart = not columns or svg or config.png or out or config.results
-    return {**(_chart(costs, config, out, svg) if is_chart else {}), **columns}
+    line = {**(_chart(costs, config, out, svg) if is_chart else {}), **columns}
+    for warning in line["warnings"]:
+        say(f"warning: {warning}")
+    return line
 
 
 def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
     from paceline.bench.pages.predicted import draw_png, predicted
     from paceline.bench.pages.timing import svg
 
-    timing = predicted(costs, config)
+    timing, warnings = predicted(costs, config)
     if config.columns is not None:
         write_whole(config.columns, svg(timing))
     if config.columns_png is not None:
@@ -181,7 +184,7 @@ def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
     say("drawn: " + ", ".join(str(file) for file in (config.columns, config.columns_png) if file))
     files = {"columns": config.columns, "columns_png": config.columns_png}
     figures = {"off": timing.off.figures, "on": timing.on.figures}
-    return {"predicted": timing.verdict, "lossless": timing.on.lossless, **figures, **files}
+    return {"predicted": timing.verdict, "lossless": timing.on.lossless, "warnings": warnings, **figures, **files}
 
 
 def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
@@ -195,8 +198,7 @@ def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path 
         run.write_json("speedup.json", line)
         svg, png, line["run"] = svg or run.path / "speedup.svg", png or run.path / "speedup.png", run.path
     draw(chart, svg, png)
-    for sentence in (chart.text, *(f"warning: {warning}" for warning in chart.warnings)):
-        say(sentence)
+    say(chart.text)
     say("drawn: " + ", ".join(str(file) for file in (svg, png) if file))
     return {**line, "svg": svg, "png": png}
 

@@ -18,6 +18,7 @@ from paceline.bench.pages.timing import svg
 from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.simulate.answer import predict_all
+from paceline.simulate.assumed import CONTEXT
 from paceline.simulate.calculator_page import passage
 from paceline.simulate.config import ChartConfig, CostsConfig, PredictConfig
 
@@ -34,7 +35,7 @@ def test_so_many_drafts_stand_as_the_curve_says() -> None:
 
 
 def test_both_sides_have_the_predicted_rates() -> None:
-    timing = predicted(COSTS, ASKED)
+    timing, _ = predicted(COSTS, ASKED)
     (prediction,) = predict_all(COSTS, PredictConfig(context=2048, acceptance="0.89")).predictions
     assert timing.off.tokens_per_s == pytest.approx(250.0) and prediction.plain_tokens_per_s == pytest.approx(250.0)
     assert timing.on.tokens_per_s == pytest.approx(prediction.tokens_per_s, rel=0.05)
@@ -47,7 +48,7 @@ def test_both_sides_have_the_predicted_rates() -> None:
 
 
 def test_a_batch_is_watched_one_sequence_at_a_time() -> None:
-    timing = predicted(
+    timing, _ = predicted(
         CostsConfig(model="DeepSeek-V4-Pro", hardware="B200", block=16),
         ChartConfig(batch=32, context=4096, acceptance="0.89"),
     )
@@ -55,7 +56,7 @@ def test_a_batch_is_watched_one_sequence_at_a_time() -> None:
 
 
 def test_where_drafts_do_not_pay_both_sides_are_the_same() -> None:
-    timing = predicted(
+    timing, _ = predicted(
         CostsConfig(model="DeepSeek-V4-Flash", hardware="B200"), ChartConfig(batch=8, context=4096, acceptance="0.75")
     )
     assert timing.off.total_s == timing.on.total_s and "1.00x" in timing.verdict and timing.on.lossless
@@ -129,7 +130,7 @@ def test_the_command_writes_the_pictures(tmp_path: Path) -> None:
     assert line["lossless"] is False and line["off"]["tokens_per_s"] == pytest.approx(250.0) and "curve" not in line
     drawn = files[0].read_text(encoding="utf-8")
     assert ElementTree.fromstring(drawn).tag.endswith("svg") and "no model ran" in drawn and "@keyframes" in drawn
-    assert drawn == svg(predicted(COSTS, ASKED))
+    assert drawn == svg(predicted(COSTS, ASKED)[0])
     assert files[1].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -149,6 +150,19 @@ def test_the_chart_comes_beside_the_columns_when_it_is_asked_for(tmp_path: Path)
     result = CliRunner().invoke(app, ["compare", *words, "--json"], catch_exceptions=False)
     line = json.loads(result.stdout.splitlines()[-1])
     assert {"slopes", "predicted"} <= set(line) and (tmp_path / "c.svg").is_file() and (tmp_path / "s.svg").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("picture", ["--columns", "--svg"])
+def test_a_load_that_does_not_fit_is_warned_of_with_every_picture(picture: str, tmp_path: Path) -> None:
+    words = ["--model", "Qwen3-8B", "--hardware", "H100", "--batch", "900", picture, str(tmp_path / "x.svg")]
+    result = CliRunner().invoke(app, ["compare", "--simulate", *words, "--json"], catch_exceptions=False)
+    (warning,) = json.loads(result.stdout.splitlines()[-1])["warnings"]
+    assert "900" in warning and result.stderr.count(f"warning: {warning}") == 1
+
+
+def test_a_chart_assumes_the_context_of_the_other_predictions() -> None:
+    assert ChartConfig().context == PredictConfig().context == CONTEXT
 
 
 @pytest.mark.parametrize("words", [["a prompt", "--columns", "x.svg"], ["a prompt", "--acceptance", "0.5"]])

@@ -2,7 +2,7 @@
 a model.
 
     costs = CostsConfig(model="Qwen3.5-122B-A10B", hardware="B200", precision="fp8", plain_rate=250.0, block=16)
-    timing = predicted(costs, ChartConfig(acceptance="0.89"))
+    timing, warnings = predicted(costs, ChartConfig(acceptance="0.89"))
     write_whole(Path("columns.svg"), svg(timing))
     draw_png(timing, Path("columns.png"))
 
@@ -53,10 +53,10 @@ def token_times(survival: Sequence[float], first_s: float, round_s: float, count
     return times[:count]
 
 
-def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
-    """Return a built-in sample text with predicted token times, without drafts and with drafts; no model runs. `costs`:
-    target, drafter and machine. `config`: batch size, context length, acceptance and longest draft. Raises
-    PacelineError for invalid costs or acceptance."""
+def predicted(costs: CostsConfig, config: ChartConfig) -> tuple[Timing, list[str]]:
+    """Return (a built-in sample text with predicted token times, without drafts and with drafts; warnings, such as that
+    the load does not fit into memory). No model runs. `costs`: target, drafter and machine. `config`: batch size,
+    context length, acceptance and longest draft. Raises PacelineError for invalid costs or acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)
     prediction, pieces = predict(setup.costs, acceptance, load), passage()
@@ -76,7 +76,7 @@ def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
     plain, rate = 1.0 / prediction.plain_round_s, prediction.tokens_per_round / prediction.round_s
     per_sequence = "" if config.batch == 1 else f" for each of {config.batch} sequences"
     verdict = f"Predicted: {prediction.speedup:.2f}x, {plain:,.0f} to {rate:,.0f} tokens/s{per_sequence}"
-    return Timing(
+    timing = Timing(
         prompt="",
         model=setup.shape.name if setup.shape else setup.title,
         device="simulated",
@@ -88,6 +88,7 @@ def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
         first_difference=None,
         predicted=f"{verdict}; no model ran",
     )
+    return timing, setup.warnings
 
 
 def _machine(setup: Setup) -> str:
