@@ -173,7 +173,7 @@ class ChartConfig(Checked):
     """With --simulate: bench decode runs, mocked or real, whose points are drawn."""
     batch: Count = 1
     """With --simulate: batch size."""
-    context: Count = 512
+    context: Count = CONTEXT
     """With --simulate: tokens in each sequence's cache."""
     png: Path | None = None
     """With --simulate: also a PNG."""
