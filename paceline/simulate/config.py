@@ -230,12 +230,12 @@ class AdviceConfig:
     run: str | None = None
     """Training run of this target on this traffic, whose acceptance length is used; none for published trainings
     [default: the newest one in runs/ that has one]."""
-    answers: Count | None = None
+    answers: Annotated[int, within("between 1 and 1e9", least=1, most=1e9)] | None = None
     """Answers available for training [default: counted in the traces]."""
     answer_tokens: Count | None = None
     """Mean tokens of an answer [default: as in the traces, else 256]."""
     train_on: str | None = None
-    """Machine for training, such as 8x H100 [default: that of --hardware]."""
+    """Machine for training, such as 8x H100 [default: that of --hardware or of the calibration]."""
     price_per_hour: Rate | None = None
     """Price per hour of the serving machine with all its GPUs."""
     train_price_per_hour: Rate | None = None

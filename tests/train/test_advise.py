@@ -17,12 +17,15 @@ import pyarrow as pa
 import pytest
 from loopback import Handler, answering
 from pyarrow import parquet
+from simulate_steps import MACHINE, PLANTED
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import ConfigError
+from paceline.simulate.answer import Setup
 from paceline.simulate.config import AdviceConfig, CostsConfig
+from paceline.simulate.costs.rounds import ToyCosts
 from paceline.simulate.server_logs import parse_server
 from paceline.simulate.speedup import constant
 from paceline.train.plan.advise import _device, advise
@@ -380,6 +383,7 @@ def test_what_8000_answers_brought_elsewhere_lies_inside() -> None:
         (["--hardware", "H100", "--train-on", "0 H100"], "--train-on '0 H100': give at least one machine"),
         (["--hardware", "H100", "--train-on", "8 abacus"], "--train-on 'abacus' is not known: choose from B200"),
         (["--hardware", "2x H100", "--gpus", "4"], "two numbers"),
+        (["--answers", str(10**15)], "--answers must be between 1 and 1e9"),
         (["--tag", "acme"], "--tag selects among traces"),
         (["--run", "runs/none-here"], "--run runs/none-here has no acceptance length"),
     ],
@@ -391,4 +395,13 @@ def test_impossible_questions(words: list[str], remedy: str) -> None:
 
 @pytest.mark.parametrize("written", [None, "this", "This", "this machine", "CPU"])
 def test_a_training_on_this_machine_by_every_name_of_it(written: str | None) -> None:
-    assert _device(CostsConfig(hardware=written)) is None
+    costs = CostsConfig(hardware=written)
+    assert _device(costs, Setup(ToyCosts(), "toy model", "toy")) is None
+
+
+def test_a_training_on_the_machine_of_the_calibration(tmp_path: Path) -> None:
+    """It was planned on this computer, which measured itself first."""
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps(replace(PLANTED, machine=MACHINE).as_json()))
+    assert line("--calibration", str(file))["machine"] == "box, 2 threads"
+    assert line("--calibration", str(file), "--hardware", "H100")["machine"] == "H100"

@@ -29,7 +29,7 @@ from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
 from paceline.train.plan.current_traffic import Seen
 from paceline.train.plan.customers import Customer, deserving
 from paceline.train.plan.expected_acceptance import ENOUGH, NUMBERS
-from paceline.train.plan.target_facts import machine_of
+from paceline.train.plan.target_facts import Device, MachineFacts, machine_of
 from paceline.train.plan.training_plan import ANSWER_SHARE, Plan, make_plan
 from paceline.train.plan.trainings import LEVEL, TRAININGS, Expected, OwnRun, find_run, published
 
@@ -113,7 +113,7 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     model = costs.model or (setup.shape.name if setup.shape else DEFAULT_MODEL)
     if config.train_on:
         known_machine("--train-on", counted("--train-on", config.train_on)[1])
-    device = config.train_on or _device(costs)
+    device = config.train_on or _device(costs, setup)
     plans = [_plan(model, number, tokens, device) for number in numbers]
     last = plans[-1]
     serving = partial(_serving, setup, costs, last.share_of_pass)
@@ -168,15 +168,17 @@ def _replicas(setup: Setup, load: Load, now: dict[str, float]) -> list[str]:
     ]
 
 
-def _device(costs: CostsConfig) -> str | None:
-    """Returns the machine in the format of --device-name."""
+def _device(costs: CostsConfig, setup: Setup) -> Device:
+    """Returns the machine that serves: that of --hardware or of the calibration; None: this computer."""
+    if costs.hardware is None and costs.calibration and setup.deployment:
+        return MachineFacts(setup.deployment.machine, setup.deployment.num_gpus, is_here=False)
     number, name = counted("--hardware", costs.hardware or THIS)
     if is_here(name):
         return None
     return name if max(number, costs.gpus) == 1 else f"{max(number, costs.gpus)}x {name}"
 
 
-def _plan(model: str, answers: int, answer_tokens: int, device: str | None) -> Plan:
+def _plan(model: str, answers: int, answer_tokens: int, device: Device) -> Plan:
     longest = max(16, round(answer_tokens / ANSWER_SHARE))
     config = TrainConfig(
         target=EngineConfig(model=model),
@@ -379,7 +381,7 @@ def _hours(hours: float) -> str:
     return f"{max(60 * hours, 1):.0f} min" if hours < 1.5 else f"{hours:.1f} hours"
 
 
-def _basis(plan: Plan, has_answers: bool, device: str | None) -> list[str]:
+def _basis(plan: Plan, has_answers: bool, device: Device) -> list[str]:
     written = "answers that exist are read" if has_answers else "the target writes the answers first"
     sentences = [
         f"Training: on {plan.machine}, {written}; {plan.parameters / 1e6:.0f} million parameters, blocks of "

@@ -181,9 +181,15 @@ class MachineFacts:
         return f"{count}{self.machine.name}{threads}"
 
 
-def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
-    """Returns the known machine `device_name`, such as "8x H100". If it is None, returns the measured speeds of
-    `device` (such as "auto" or "cpu") on this machine. Raises ConfigError, with the known names, for an unknown one."""
+Device = str | MachineFacts | None
+"""A machine: its name, such as "8x H100", its speeds, or None for this one."""
+
+
+def machine_of(device_name: Device, device: str = "auto") -> MachineFacts:
+    """Returns the speeds of a machine. If `device_name` is None, these are the measured speeds of `device` (such as
+    "auto" or "cpu") on this machine. Raises ConfigError, with the known names, for an unknown one."""
+    if isinstance(device_name, MachineFacts):
+        return device_name
     if device_name is not None:
         number, name = catalogue.counted("device-name", device_name)
         return MachineFacts(catalogue.known_machine("device-name", name), number, is_here=False)

@@ -31,7 +31,7 @@ from paceline.train.plan.expected_acceptance import Learned, expected_lines, exp
 from paceline.train.plan.gpu_times import CHECKPOINT_BYTES, fixed_seconds, hours_range
 from paceline.train.plan.lengths import fit_lengths, limits_of, longest_of, memory_of, position_bytes
 from paceline.train.plan.prompt_facts import Data, read_data
-from paceline.train.plan.target_facts import MachineFacts, TargetFacts, machine_of, read_target
+from paceline.train.plan.target_facts import Device, MachineFacts, TargetFacts, machine_of, read_target
 from paceline.train.run_file import option_of, value_of, with_value
 
 PLANNED = ("shape.", "loop.")
@@ -96,7 +96,7 @@ class Plan:
         return "\n".join(_lines(self))
 
 
-def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answers: bool = False) -> Plan:
+def make_plan(config: TrainConfig, device_name: Device = None, *, reads_answers: bool = False) -> Plan:
     """Returns the plan of a run. `device_name`: the machine, such as "8x H100"; None for this one. `reads_answers`:
     report the number of existing answers. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError for the
     target, ConfigError for an unknown machine or lengths without room for an answer, PromptError for bad prompts."""
