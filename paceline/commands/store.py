@@ -160,7 +160,7 @@ def store_forget(
         f"{done.cases} cases of suites" + (f", {done.source_rows} rows of sources" if sources else "")
     )
     for file in done.sources_with_it:
-        say(f"still has it: {file} (--sources deletes it there)")
+        say(f"still has it: {file}" + ("" if sources else " (--sources deletes it there)"))
     for file in done.suites_gone:
         say(f"no longer there, and not reached if it was copied: the suite {file}")
     return asdict(done)

@@ -157,17 +157,19 @@ def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_so
             table = parquet.read_table(file)
             names = {"tag", "sampling"} & {*table.column_names}
             rows = table.select(["prompt_ids", "answer_ids", "text", *names]).to_pylist()
-            if not all(is_ids(row[name] or []) for row in rows for name in ("prompt_ids", "answer_ids")):
-                raise ValueError("tokens that are no ids")
         except (pa.ArrowException, OSError, ValueError, KeyError):
             done.sources_with_it.append(f"{file}, which cannot be read")
             continue
-        keep = []
+        keep, num_odd = [], 0
         for row in rows:
-            prompt_ids, answer_ids = row["prompt_ids"] or [], row["answer_ids"] or []
-            row["prompt"] = tokenizer.decode(prompt_ids, False)
-            is_forgotten = store.salted(digest_of(prompt_ids, answer_ids)) in store.forgotten
+            ids = [row[name] or [] for name in ("prompt_ids", "answer_ids")]
+            is_known = all(map(is_ids, ids))
+            row["prompt"] = tokenizer.decode(ids[0], False) if is_ids(ids[0]) else None
+            is_forgotten = is_known and store.salted(digest_of(*ids)) in store.forgotten
             keep.append(not is_forgotten and not has(row, pattern))
+            num_odd += keep[-1] and not is_known
+        if num_odd:
+            done.sources_with_it.append(f"{file}, {num_odd} rows of which hold tokens that cannot be read")
         num_gone = len(keep) - sum(keep)
         if num_gone and in_sources:
             _rewrite(file, table.filter(pa.array(keep)))
