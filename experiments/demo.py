@@ -14,7 +14,7 @@ import sys
 from dataclasses import replace
 
 from paceline import LLM, SamplingParams
-from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
+from paceline.bench.comparison import answer_plainly, compare_with_plain, compare_with_transformers
 from paceline.bench.tasks import code_of, runs
 from paceline.errors import CacheError, DownloadError, PacelineError
 from paceline.hardware import memory_bytes
@@ -85,7 +85,7 @@ def main() -> int:
     plain = answer_plainly(llm, token_ids, params)
     [answer] = llm.generate_ids([token_ids], params, lambda chunk: print(chunk.text, end="", flush=True))
     print("\n")
-    beside = beside_plain(llm, answer, plain, params)
+    beside = compare_with_plain(llm, answer, plain, params)
     print(f"{'plain decoding':<24}{plain.stats.tokens_per_s:7.1f} tokens/s")
     with_drafts = f"with {llm.drafter.name} drafts"
     faster = beside.doubt if beside.speedup is None else f"{beside.speedup:.2f} times as fast"
@@ -94,7 +94,7 @@ def main() -> int:
         f"{answer.stats.tokens_per_round:.2f} tokens a round, {'the same' if beside.identical else 'ANOTHER'} text"
     )
     if not args.no_transformers:
-        peer = beside_transformers(llm, answer, replace(params, max_tokens=PEER_TOKENS))
+        peer = compare_with_transformers(llm, answer, replace(params, max_tokens=PEER_TOKENS))
         print(f"{'Transformers':<24}{peer.tokens_per_s:7.1f} tokens/s   paceline is {peer.speedup:.1f} times as fast")
     if not writes_code:
         return 0 if beside.identical else 1

@@ -26,7 +26,7 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM
 
 from paceline import LLM, SamplingParams
-from paceline.bench.beside import transformers_model
+from paceline.bench.comparison import transformers_model
 from paceline.bench.passes import parting
 from paceline.data.prompts import read_prompts
 from paceline.draft.dflash.drafter import DFlashDrafter

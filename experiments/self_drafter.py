@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.bench.beside import transformers_model
+from paceline.bench.comparison import transformers_model
 from paceline.hardware import this_machine
 from paceline.hub import resolve
 from paceline.report.tables import Column, Table

@@ -17,7 +17,7 @@ import pytest
 from called import Call, call
 from small_llm import tiny_model
 
-from paceline.bench.beside import Beside
+from paceline.bench.comparison import Comparison
 from paceline.commands.generate import model_and_prompt
 from paceline.commands.shared import grammar_of, note_without_effect
 from paceline.config import EngineConfig
@@ -122,12 +122,16 @@ def test_an_answer_beside_plain_decoding_and_transformers(call: Call, tmp_path: 
     ("lossless", "plain", "expected"),
     [
         (True, None, "20.0 tokens/s, 2.50 tokens a round, lossless (--stats says more)"),
-        (True, Beside(10.0, 2.0, None), "10.0 -> 20.0 tokens/s), 2.50 tokens a round, sampled: texts need not agree ("),
-        (True, Beside(10.0, 2.0, False, 3, 0.25), "2.50 tokens a round, not token-identical after 3 tokens ("),
-        (False, Beside(10.0, 2.0, False, 3, 0.25), "NOT LOSSLESS: acceptance was mocked"),
+        (
+            True,
+            Comparison(10.0, 2.0, None),
+            "10.0 -> 20.0 tokens/s), 2.50 tokens a round, sampled: texts need not agree (",
+        ),
+        (True, Comparison(10.0, 2.0, False, 3, 0.25), "2.50 tokens a round, not token-identical after 3 tokens ("),
+        (False, Comparison(10.0, 2.0, False, 3, 0.25), "NOT LOSSLESS: acceptance was mocked"),
     ],
 )
-def test_an_answer_in_one_line(lossless: bool, plain: Beside | None, expected: str) -> None:
+def test_an_answer_in_one_line(lossless: bool, plain: Comparison | None, expected: str) -> None:
     stats = SimpleNamespace(tokens_per_s=20.0, tokens_per_round=2.5, lossless=lossless, lossy=None)
     line = render("result.txt", stats=stats, plain=plain, peer=None)
     assert expected in line and line.count("\n") == 1
@@ -138,7 +142,7 @@ LOADED = SimpleNamespace(config=EngineConfig(dtype="bfloat16"), target=SimpleNam
 
 @pytest.mark.parametrize("num_same", [0, 7])
 def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
-    peer = Beside(10.0, 2.0, False, num_same)
+    peer = Comparison(10.0, 2.0, False, num_same)
     line = render("beside.txt", llm=LOADED, plain=None, peer=peer)
     assert "the same 0" not in line and ("the first 7 tokens are the same" in line) == (num_same == 7)
     assert "almost equally likely" in line and "--dtype float32" in line and line.count("\n") == 1
@@ -149,15 +153,15 @@ def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
 @pytest.mark.parametrize(
     ("plain", "expected"),
     [
-        (Beside(10.0, 2.0, None), "sampled: texts need not agree"),
-        (Beside(10.0, 2.0, True), "2.00x, token-identical"),
+        (Comparison(10.0, 2.0, None), "sampled: texts need not agree"),
+        (Comparison(10.0, 2.0, True), "2.00x, token-identical"),
         (
-            Beside(10.0, 2.0, False, 3, 0.25),
+            Comparison(10.0, 2.0, False, 3, 0.25),
             "not token-identical after 3 tokens, where bfloat16 has the top two logits 0.250 apart;",
         ),
     ],
 )
-def test_beside_plain_decoding(plain: Beside, expected: str) -> None:
+def test_beside_plain_decoding(plain: Comparison, expected: str) -> None:
     line = render("beside.txt", llm=LOADED, stats=SimpleNamespace(tokens_per_s=20.0), plain=plain, peer=None)
     assert (
         line.startswith("plain 10.0 tokens/s, with drafts 20.0 tokens/s: ")

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from paceline.bench.beside import PEERS, TransformersPeer
+from paceline.bench.comparison import PEERS, TransformersPeer
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, BenchConfig
 from paceline.bench.drafting import Drafting, by_context, drafting
 from paceline.bench.passes import Engines, Pass, Request, described, make_requests, pairs, parting, rate_ratio, run_pass

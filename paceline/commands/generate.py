@@ -35,7 +35,7 @@ from paceline.errors import ConfigError, PromptError, reraised, way_out
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
-    from paceline.bench.beside import Beside
+    from paceline.bench.comparison import Comparison
     from paceline.engine.completion import Completion
     from paceline.engine.llm import LLM
 
@@ -84,7 +84,7 @@ def generate(
     check_peers([against] if against else [])
     note_hidden_scores(sampling, as_json)
     llm = load(engine, model, allow_lossy=sampling.lossy is not None)
-    from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
+    from paceline.bench.comparison import answer_plainly, compare_with_plain, compare_with_transformers
     from paceline.bench.passes import described
     from paceline.hardware import this_machine
     from paceline.report.pages import render
@@ -92,8 +92,8 @@ def generate(
     token_ids = encode(llm, prompt, system, raw)
     plain = answer_plainly(llm, token_ids, replace(sampling, lossy=None)) if compare else None
     completion = _stream(llm, token_ids, sampling, as_json)
-    plainly = beside_plain(llm, completion, plain, sampling) if plain else None
-    peer = beside_transformers(llm, completion, sampling) if against else None
+    plainly = compare_with_plain(llm, completion, plain, sampling) if plain else None
+    peer = compare_with_transformers(llm, completion, sampling) if against else None
     machine, figures, spent_s = this_machine(llm.config.device), completion.stats, completion.stats.timings.verify_s
     read_per_s = llm.target.weight_bytes * figures.num_rounds / spent_s if spent_s else None
     values = {"llm": llm, "stats": figures, "machine": machine, "read_per_s": read_per_s}
@@ -123,7 +123,7 @@ def note_hidden_scores(sampling: SamplingParams, as_json: bool) -> None:
             say(f"note: --{name.replace('_', '-')} shows only with --json")
 
 
-def _compared(plain: Beside | None, peer: Beside | None) -> dict[str, Any]:
+def _compared(plain: Comparison | None, peer: Comparison | None) -> dict[str, Any]:
     """Return the JSON keys of the comparisons with plain decoding and with Transformers, if they were made."""
     line: dict[str, Any] = {}
     if plain:

@@ -13,7 +13,7 @@ import transformers
 from dflash import model as dflash
 
 from paceline import LLM, SamplingParams
-from paceline.bench.beside import transformers_model
+from paceline.bench.comparison import transformers_model
 from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored, weights_file
 from paceline.draft.dflash2.drafter import DFlash2Drafter
 from paceline.draft.formats.packed import PACKED

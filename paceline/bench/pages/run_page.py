@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.bench.beside import PEERS
+from paceline.bench.comparison import PEERS
 from paceline.bench.config import BASELINE
 from paceline.bench.decode import Result
 from paceline.bench.drafting import sources_table

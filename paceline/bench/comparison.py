@@ -109,7 +109,7 @@ class TransformersPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class Comparison:
     """Result of comparing one answer with a second one to the same prompt, from plain decoding or Transformers."""
 
     tokens_per_s: float
@@ -141,7 +141,7 @@ def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Co
         llm.use_drafter(drafter)
 
 
-def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Beside:
+def compare_with_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Comparison:
     """Compare the answer `completion` with `plain`, the result of `answer_plainly` for the same prompt, in speed and
     tokens. Tokens are compared only for a greedy request, because sampled answers may differ. `params`: the request's
     sampling parameters. No other request may be running: if the tokens differ, the target runs one more pass."""
@@ -152,10 +152,12 @@ def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: Sa
     identical = parted is None if params.is_greedy else None
     measured, stats = completion.stats.tokens_per_s / speed if speed else 0.0, completion.stats
     why = doubt(measured, stats.tokens_per_round, stats.num_output_tokens)
-    return Beside(speed, possible_speedup(measured, stats.tokens_per_round), identical, *(parted or (None, None)), why)
+    return Comparison(
+        speed, possible_speedup(measured, stats.tokens_per_round), identical, *(parted or (None, None)), why
+    )
 
 
-def beside_transformers(llm: LLM, completion: Completion, params: SamplingParams) -> Beside:
+def compare_with_transformers(llm: LLM, completion: Completion, params: SamplingParams) -> Comparison:
     """Generate a greedy answer to the prompt of `completion` with Transformers, after a warm-up, and compare both in
     speed and tokens. Of `params`, only `max_tokens` and `ignore_eos` are used."""
     peer, request = TransformersPeer(llm), [Request("prompt", completion.prompt_token_ids)]
@@ -163,4 +165,4 @@ def beside_transformers(llm: LLM, completion: Completion, params: SamplingParams
     answer = peer.run("transformers", request, params.max_tokens, params.ignore_eos).answers[0]
     speed = len(answer.token_ids) / answer.seconds
     index = first_difference(completion.token_ids, answer.token_ids)
-    return Beside(speed, completion.stats.tokens_per_s / speed, index is None, index)
+    return Comparison(speed, completion.stats.tokens_per_s / speed, index is None, index)
