@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NoReturn
 
@@ -142,7 +143,7 @@ _MissingParameter = next(kind for kind in typer.BadParameter.__subclasses__() if
 
 def main() -> NoReturn:
     """Run the command that the program's arguments name, and exit with its status. A PacelineError or usage error is
-    printed as one line, with exit status 2; Ctrl-C exits with 130."""
+    printed as one line, with exit status 2; any other exception also as a traceback. Ctrl-C exits with 130."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -153,6 +154,9 @@ def main() -> NoReturn:
         code = 130
     except _UsageError as error:
         code = _fail(_usage(error))
+    except Exception as error:  # noqa: BLE001 (Python's own exit status 1 is a verdict of `paceline audit`)
+        traceback.print_exc()
+        code = _fail(f"unexpected {type(error).__name__}, a fault of paceline: report it with the lines above")
     sys.exit(code if isinstance(code, int) else 0)
 
 

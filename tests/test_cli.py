@@ -238,6 +238,39 @@ def test_a_missing_model_is_one_line(call: Call) -> None:
     assert done.stderr.startswith("error: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "place", "message"),
+    [
+        (("audit", "http://127.0.0.1:9"), "file", "is a file, and a run needs a folder"),
+        (("audit", "http://127.0.0.1:9"), "one.json", "is named as a file, and a run needs a folder"),
+        (("evals", "run", "no-suite.jsonl"), "file", "is a file, and a run needs a folder"),
+        (("bench", "decode", "--model", "org/none"), "file", "is a file, and a run needs a folder"),
+        (("simulate-serving", "--rate", "1"), "one.md", "is named as a file, and a run needs a folder"),
+        (("evals", "make", "no-store"), "", "is a folder: name a file in it"),
+    ],
+)
+def test_an_out_of_the_other_type_is_refused_before_any_work(
+    call: Call, tmp_path: Path, words: tuple[str, ...], place: str, message: str
+) -> None:
+    """An audit of minutes was lost because --out named a file."""
+    (tmp_path / "file").write_text("")
+    done = call(*words, "--out", str(tmp_path / place))
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_fault_of_paceline_is_no_verdict(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ends with status 1 after a traceback, by which `audit` says that a server is faulty."""
+
+    def broken(url: str, *_: object, **options: object) -> None:
+        raise KeyError(url)
+
+    monkeypatch.setattr("paceline.loop.audit.run.audit", broken)
+    done = call("audit", "http://127.0.0.1:9", "--json")
+    assert done.returncode == 2 and "Traceback" in done.stderr and "raise KeyError(url)" in done.stderr
+    assert json.loads(done.stdout)["error"].startswith("unexpected KeyError, a fault of paceline")
+
+
 def test_models_are_listed(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     done = call("models")
