@@ -15,7 +15,7 @@ from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Raw, System, TerminalProgress, check_template, load, prompt_of, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.runs.folder import RunFolder, check_folder, check_own, write_whole
+from paceline.runs.folder import RUNS, RunFolder, check_folder, check_own, write_whole
 from paceline.simulate.config import ChartConfig, CostsConfig, given_of
 from paceline.types import SamplingParams
 
@@ -91,8 +91,7 @@ def compare(
     _check_values(svg_speed, repeat)
     if recorded is not None:
         return _drawn_again(recorded, out, svg, svg_speed)
-    check_folder(out or Path())
-    check_own(out, "compare")
+    check_own(out or RUNS, "compare")
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
     if engine.drafter == "none" or engine.num_drafted == 0:
@@ -154,9 +153,7 @@ def _simulated(
     engine: EngineConfig, costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None
 ) -> dict[str, Any]:
     """Draw the predicted columns, if requested, and the chart, unless only columns were requested."""
-    if out is not None:
-        check_folder(out)
-        check_own(out, "compare")
+    check_own(out, "compare")
     has_columns = config.columns is not None or config.columns_png is not None
     if not has_columns and (given := given_of(config, "acceptance", "max_draft")):
         raise ConfigError(f"{', '.join(given)}: only with --columns or --columns-png: add one, or leave it out")

@@ -15,6 +15,7 @@ from paceline.loop.evals.compare import Gate
 from paceline.loop.evals.config import EndpointConfig, EvalSampling, JudgeConfig, MakeConfig, PricesConfig
 from paceline.loop.evals.sandbox.run import Limits
 
+from paceline.runs.folder import check_file
 ENGINE = Only("model", "drafter", "dtype", "max_len", "backend", "isa", "weight_format", "device", "threads")
 NAMES = Changed(
     drafter=Opt(default="none", help="none, default, ngram, a folder or hub id; must not change any answer.")
@@ -48,6 +49,7 @@ def evals_make(
     from paceline.loop.evals.make import make_suite, without_leaks
 
     dropped = Dropped()
+    check_file(out, "choose another --out")
     suite = make_suite(replace(config, sources=tuple(sources)), out.stem, dropped)
     if apart_from is not None:
         suite = without_leaks(suite, apart_from, dropped)

@@ -88,7 +88,6 @@ def train(
         return _dry_run(config, device_name)
     if device_name:
         raise ConfigError("--device-name plans for another machine: add --dry-run")
-    check_folder(config.out)
     check_own(config.out, "train")
     result = run_train(config, progress=TerminalProgress())
     if not Ranks.here().is_first:

@@ -34,6 +34,8 @@ from paceline.hardware import processor
 PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
 """Packages whose versions are recorded with results: they affect speed or output."""
 REMEDY = "choose another folder with --out"
+RUNS = Path("runs")
+"""Folder of the run folders that get a name of their own."""
 SCRATCH = re.compile(r".+\.[0-9a-f]{16}\.part")
 """Names of the temporary files that `whole_file` creates: the final name, 16 hex digits, ".part"."""
 LEFT_S = 86400.0
@@ -53,7 +55,7 @@ class RunFolder:
         config.json and command.txt. Deletes the metrics of an earlier run of this type in `out`. Raises ConfigError if
         it has a run of another type."""
         check_own(out, what)
-        path = Path(out) if out else _unused(Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
+        path = Path(out) if out else _unused(RUNS / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
         with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
             path.mkdir(parents=True, exist_ok=True)
             (path / "metrics.jsonl").unlink(missing_ok=True)
@@ -190,12 +192,13 @@ def check_folder(out: Path) -> None:
 
 
 def check_own(out: str | Path | None, what: str, *sources: str | Path | None) -> None:
-    """Check that a run of type `what` may overwrite the folder `out`. Raises ConfigError if the folder holds a run of
-    another type, or a run that the new one reads. `sources`: runs that it reads, given as their folders or as files in
-    these."""
+    """Check, before any work, that a run of type `what` may overwrite the folder `out`. Raises ConfigError if the
+    folder holds a run of another type, or a run that the new one reads, and CacheError as `check_folder` does.
+    `sources`: runs that it reads, given as their folders or as files in these."""
     if out is None:
         return
     config, before = Path(out) / "config.json", "of unknown type"
+    check_folder(Path(out))
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         before = json.loads(config.read_text(encoding="utf-8"))["what"]
     is_used, folder = config.exists(), config.parent.resolve()
