@@ -52,13 +52,14 @@ class RunFolder:
     @classmethod
     def create(cls, what: str, config: dict[str, Any], out: str | Path | None = None) -> RunFolder:
         """Start a run of the type `what` in the folder `out`; None makes a new folder runs/<what>-<timestamp>. Writes
-        config.json and command.txt. Deletes the metrics of an earlier run of this type in `out`. Raises ConfigError if
-        it has a run of another type."""
+        config.json and command.txt. Deletes the metrics and results of an earlier run of this type in `out`: without
+        results.json a run is unfinished. Raises ConfigError if `out` has a run of another type."""
         check_own(out, what)
         path = Path(out) if out else _unused(RUNS / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
         with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
             path.mkdir(parents=True, exist_ok=True)
-            (path / "metrics.jsonl").unlink(missing_ok=True)
+            for name in ("results.json", "metrics.jsonl"):
+                (path / name).unlink(missing_ok=True)
         run, record = cls(path), record_of({"what": what, **config})
         run.write_json("config.json", record)
         run.write("command.txt", record["command"] + "\n")
@@ -197,8 +198,8 @@ def check_own(out: str | Path | None, what: str, *sources: str | Path | None) ->
     `sources`: runs that it reads, given as their folders or as files in these."""
     if out is None:
         return
-    config, before = Path(out) / "config.json", "of unknown type"
     check_folder(Path(out))
+    config, before = Path(out) / "config.json", "of unknown type"
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         before = json.loads(config.read_text(encoding="utf-8"))["what"]
     is_used, folder = config.exists(), config.parent.resolve()

@@ -71,6 +71,15 @@ def test_metrics_grow_and_survive_a_crash(tmp_path: Path) -> None:
     assert RunFolder.create("train", {}, run.path).metrics() == []
 
 
+def test_a_run_begun_anew_has_no_results_of_the_one_before(tmp_path: Path) -> None:
+    """A run that was killed before its results looked finished, with the figures of the one before."""
+    for seed in (1, 2):
+        run = RunFolder.create("bench", {"seed": seed}, tmp_path)
+        assert not (tmp_path / "results.json").exists()
+        run.results({"seed": seed})
+    assert json.loads((tmp_path / "results.json").read_text())["seed"] == 2
+
+
 def test_another_runs_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     """A run of the same type may be repeated in its folder, but not if its old files are read for the new ones."""
     run = RunFolder.create("train", {}, tmp_path / "run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.loop.evals.compare import Comparison
@@ -61,16 +60,15 @@ def write_report(
     comparisons: Sequence[Comparison],
     refusals: Sequence[str],
     settings: dict[str, Any],
-    out: str | Path | None,
+    run: RunFolder,
     progress: Progress,
-) -> RunFolder:
-    """Writes a run folder with results and reports, and returns it; prints the tables of scores and comparisons.
+) -> None:
+    """Writes results and reports to the folder `run`; prints the tables of scores and comparisons.
 
     `scores`: of one or more runs; the report's verdict is about the last of these. `comparisons`: of that run with
-    others. `refusals`: reasons why the gate failed; empty if it passed. `settings`: written to config.json and shown in
-    the report. `out`: the run folder [default: a new one in runs/].
+    others. `refusals`: reasons why the gate failed; empty if it passed. `settings`: shown in the report.
     """
-    run, last = RunFolder.create("evals", settings, out), scores[-1]
+    last = scores[-1]
     lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in comparisons]}
     run.results({**lines, "refusals": list(refusals), "passed": not refusals})
     verdict = sentence(last, comparisons, refusals)
@@ -92,7 +90,6 @@ def write_report(
         progress.table(table)
     for text in filter(None, (verdict, notice, f"report: {run.path / 'report.html'}")):
         progress.say(text)
-    return run
 
 
 def _plots(scores: Sequence[Scores], comparisons: Sequence[Comparison]) -> list[pages.Plot]:

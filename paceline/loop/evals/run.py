@@ -122,8 +122,9 @@ def evaluate(
     comparison = compare(other, scores) if other else None
     check = compare(alone_scores, scores) if alone_scores else None
     refusals = gate.refusals(scores, comparison) + (Gate(same_text=True).refusals(scores, check) if check else [])
-    run = write_report([scores], [each for each in (comparison, check) if each], refusals, settings, out, progress)
-    scores.write(run.path / "scores.json")
+    run = RunFolder.create("evals", settings, out)
+    scores.write(run.path / "scores.json")  # first: a run with results.json is finished
+    write_report([scores], [each for each in (comparison, check) if each], refusals, settings, run, progress)
     return Evaluated(scores, run, refusals, comparison, check)
 
 
@@ -140,7 +141,9 @@ def compare_runs(
     comparison = compare(one, two)
     refusals = gate.refusals(two, comparison)
     settings = {"before": str(before), "after": str(after), **asdict(gate)}
-    return comparison, refusals, write_report([one, two], [comparison], refusals, settings, out, progress)
+    run = RunFolder.create("evals", settings, out)
+    write_report([one, two], [comparison], refusals, settings, run, progress)
+    return comparison, refusals, run
 
 
 def _answerer(engine: EngineConfig, config: EvalSettings, stack: contextlib.ExitStack, progress: Progress) -> Answerer:

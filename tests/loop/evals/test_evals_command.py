@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eval_doubles import scores
+from eval_doubles import Says, scores, suite
 from small_llm import tiny_model
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.config import EngineConfig
+from paceline.loop.evals import run
+from paceline.loop.evals.scores import read_scores
 
 pytestmark = pytest.mark.slow
 
@@ -33,11 +36,11 @@ def test_from_a_model_to_a_store_to_a_suite_to_a_gate(tmp_path: Path) -> None:
     assert sum(line["added"].values()) == 12 and line["added"]["evals"] > 0
     card = output_of("store", "show", store)
     assert card["sides"]["train"]["with_top"] == line["added"]["train"] and card["on_both_sides"] == 0
-    suite, number = tmp_path / "suite.jsonl", line["added"]["evals"]
-    assert output_of("evals", "make", store, "--scorer", "exact", "--out", suite)["cases"] == number
+    file, number = tmp_path / "suite.jsonl", line["added"]["evals"]
+    assert output_of("evals", "make", store, "--scorer", "exact", "--out", file)["cases"] == number
     model_words = ["--model", model, "--dtype", "float32", "--max-len", 256, "--max-tokens", 8]
     done = output_of(
-        "evals", "run", suite, *model_words, "--drafter", "ngram", "--fail-below", 1.0, "--out", tmp_path / "a"
+        "evals", "run", file, *model_words, "--drafter", "ngram", "--fail-below", 1.0, "--out", tmp_path / "a"
     )
     assert done["score"] == 1.0, "a model repeats itself when it is greedy"
     assert done["drafter_check"]["same_text"] == number and done["passed"]
@@ -45,11 +48,28 @@ def test_from_a_model_to_a_store_to_a_suite_to_a_gate(tmp_path: Path) -> None:
     assert {"scores.json", "results.json", "report.md", "report.html", "config.json"} <= texts
     assert output_of("store", "label", store, tmp_path / "a")["labels"] == number
     gate = ["--no-worse-than", tmp_path / "a", "--margin", 0.1]
-    worse = output_of("evals", "run", suite, *model_words[:-1], 2, *gate, "--out", tmp_path / "b", status=3)
+    worse = output_of("evals", "run", file, *model_words[:-1], 2, *gate, "--out", tmp_path / "b", status=3)
     assert worse["comparison"]["difference"] == -1.0 or worse["score"] < 1.0
     shown = (tmp_path / "b" / "report.html").read_text()
     assert "Answers that score lowest" in shown and "<script" not in shown
     assert output_of("store", "forget", store, "--match", "is a")["rows"] == 1
+
+
+def test_a_run_with_results_has_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between the two files left a run that looked finished and could not be compared with."""
+    file, engine = suite().write(tmp_path / "s.jsonl"), EngineConfig(drafter="none")
+    monkeypatch.setattr(run, "_answerer", lambda *_: Says(["0", "1", "2", "4"]))
+    run.evaluate(file, engine, run.EvalSettings(), out=tmp_path / "a")
+    assert (tmp_path / "a" / "results.json").exists() and read_scores(tmp_path / "a").mean == 0.75
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "write_report", killed)
+    monkeypatch.setattr(run, "_answerer", lambda *_: Says(["0", "1", "3", "4"]))
+    with pytest.raises(KeyboardInterrupt):
+        run.evaluate(file, engine, run.EvalSettings(), out=tmp_path / "a")
+    assert not (tmp_path / "a" / "results.json").exists() and read_scores(tmp_path / "a").mean == 0.5
 
 
 def test_two_runs_beside_each_other(tmp_path: Path) -> None:
@@ -62,12 +82,12 @@ def test_two_runs_beside_each_other(tmp_path: Path) -> None:
 
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
-    suite = tmp_path / "s.jsonl"
+    file = tmp_path / "s.jsonl"
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text('{"what": "evals"}')
-    suite.write_text('{"id": "a", "prompt_ids": [1], "text": "x", "scorer": {"kind": "exact", "answer": "y"}}\n')
+    file.write_text('{"id": "a", "prompt_ids": [1], "text": "x", "scorer": {"kind": "exact", "answer": "y"}}\n')
     for words, message in (
-        (("evals", "run", suite, "--margin", "0.1"), "no-worse-than"),
+        (("evals", "run", file, "--margin", "0.1"), "no-worse-than"),
         (("evals", "run", tmp_path / "none.jsonl"), "paceline evals make"),
         (("evals", "compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "a"), "folder of another run"),
         (("store", "add", tmp_path / "new", tmp_path), "--model"),
