@@ -40,6 +40,13 @@ class TestFolders:
         one, other = (dict(load_tensors(folder)) for folder in (given.folder, expected.folder))
         assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
+    def test_another_user_may_read_it(self, target: Path, drafter: Path, tmp_path: Path) -> None:
+        """An engine of another user could not, since the folder had the permissions of temporary ones."""
+        (tmp_path / "plain").mkdir()
+        folder = folders_of(target, tmp_path).given(drafter).folder
+        for each in (folder, folder.parent):
+            assert each.stat().st_mode == (tmp_path / "plain").stat().st_mode, each
+
     def test_it_is_written_once(self, target: Path, drafter: Path, tmp_path: Path) -> None:
         """A server may be reading it."""
         given = folders_of(target, tmp_path).given(drafter)

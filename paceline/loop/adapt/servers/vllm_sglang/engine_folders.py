@@ -16,8 +16,8 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -77,8 +77,8 @@ class EngineFolders:
         if given := _recorded(folder):
             return given
         with reraised(CacheError, f"cannot write {folder}", "free space, or choose another --state", OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=self.folder))
+            scratch = self.folder / f"unfinished-{secrets.token_hex(8)}"
+            scratch.mkdir(parents=True)
             try:
                 given = self._converted(drafter, scratch)
                 shutil.rmtree(folder, ignore_errors=True)  # damaged, if it exists
