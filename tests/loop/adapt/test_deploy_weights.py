@@ -72,8 +72,28 @@ def test_vllm_takes_weights_where_it_can_and_restarts_where_not(server: FakeServ
     server.refuses["/start_draft_weight_update"] = 404, {}
     deployment.load("more", tmp_path / "newer")
     assert server.calls[-1][1] == "/health" and len(recorded_environments(tmp_path)) == 2
-    with pytest.raises(DownloadError, match="give --restart"):
+    with pytest.raises(DownloadError, match="answered 404.*; --restart would start the server again"):
         opened(server, tmp_path / "old", engine="vllm", publish=restart_command(tmp_path)).load("x", tmp_path / "new")
+
+
+def test_an_update_is_finished_if_its_command_fails(server: FakeServer, tmp_path: Path) -> None:
+    """vLLM refused every later update, also that which gives the old weights back."""
+    begun = list[str]()
+
+    def vllm(method: str, path: str, body: Any) -> tuple[int, str]:
+        if path == "/start_draft_weight_update" and begun:
+            return 500, "start_weight_update called while a weight update is already active"
+        begun[:] = [path] if path == "/start_draft_weight_update" else []
+        return 200, "{}"
+
+    server.answer = vllm
+    (tmp_path / "publish.sh").write_text(
+        "test ${PACELINE_DRAFTER##*/} = old || { echo no route to host >&2; exit 1; }\n"
+    )
+    deployment = opened(server, tmp_path / "old", engine="vllm", publish=f"bash {tmp_path / 'publish.sh'}")
+    with pytest.raises(DeployError, match="no route to host"):
+        deployment.load("tickets", tmp_path / "new")
+    assert not begun and not deployment.undo and deployment.members() == {"drafter": str(tmp_path / "old")}
 
 
 class TestHotSwap:

@@ -30,6 +30,8 @@ log = logging.getLogger("paceline.loop.adapt")
 POLL_S = 0.5
 WEIGHTS_PATH = "/paceline/draft-weights"
 """Route that `paceline.interop.draft_weights` adds to vLLM."""
+START, FINISH = "/start_draft_weight_update", "/finish_weight_update"
+"""Routes of vLLM before and after `publish`. An update that was begun must be finished before the next one."""
 HOT_SWAP = (
     "start vLLM with --worker-extension-cls paceline.interop.draft_weights.DraftWeights and --middleware "
     "paceline.interop.draft_weights.DraftWeightsRoute, or give --restart in place of --hot-swap"
@@ -228,17 +230,19 @@ class VllmServers(_Restarted):
                 raise ConfigError(f"{client.url} cannot load draft weights: {problem}")
 
     def _replace(self, client: Client, folder: Path) -> None:
-        if self.config.hot_swap and self._hot_swap(client, folder):
-            return
-        if self.config.publish is not None and _takes_weights(client):
-            self._command(self.config.publish, client, folder)
-            ask(client, "POST", "/finish_weight_update", {})
-            if not is_well(client):
-                raise DeployError(f"{client.url} is not well with the weights of {folder}")
-        elif self.config.restart is not None:
+        if not self._takes_weights(client, folder):
             super()._replace(client, folder)
-        else:
-            raise DeployError(f"{client.url} takes no draft weights while it runs: give --restart")
+            return
+        if self.config.publish is not None:
+            try:
+                self._command(self.config.publish, client, folder)
+            except DeployError:
+                with contextlib.suppress(RejectedError):  # the first error says more
+                    answer_of(client, "POST", FINISH)  # else the server refuses every later update
+                raise
+            answer_of(client, "POST", FINISH)
+        if not is_well(client):
+            raise DeployError(f"{client.url} is not well with the weights of {folder}")
 
     def holds(self, name: str, drafter: str) -> bool:
         if not self.config.hot_swap:
@@ -249,17 +253,22 @@ class VllmServers(_Restarted):
         changed = [client for client in self._clients if client.url in [url for _, url, _ in self.undo]]
         return all(_has(client, folder) for client in changed)
 
-    def _hot_swap(self, client: Client, folder: Path) -> bool:
-        """Load the weights into the running server. Returns False if it refuses and another way is known."""
+    def _takes_weights(self, client: Client, folder: Path) -> bool:
+        """Load the weights into the running server (`hot_swap`), or begin an update of its draft weights (`publish`).
+        Returns False if it shall be restarted: without these options, or if it refuses. Raises UnreachableError, also
+        if the server is busy."""
+        if not self.config.hot_swap and self.config.publish is None:
+            return False
         try:
-            ask(client, "POST", WEIGHTS_PATH, {"folder": str(folder.absolute())})
+            if self.config.hot_swap:
+                ask(client, "POST", WEIGHTS_PATH, {"folder": str(folder.absolute())})
+            else:
+                answer_of(client, "POST", START)
         except RejectedError as error:  # the server has compared shapes, not judged the drafter
             if self.config.restart is None:
                 raise DeployError(f"{error}; --restart would start the server again with it") from error
             log.warning("%s: it is restarted", error)
             return False
-        if not is_well(client):
-            raise DeployError(f"{client.url} is not well with the weights of {folder}")
         return True
 
 
@@ -286,12 +295,3 @@ def _has(client: Client, folder: Path) -> bool:
     except DeployError:
         return True
     return isinstance(reported, str) and os.path.realpath(reported) == os.path.realpath(folder)
-
-
-def _takes_weights(client: Client) -> bool:
-    """Begin an update of the draft weights; False if not supported. Raises UnreachableError, also if the server is
-    busy."""
-    with contextlib.suppress(RejectedError):
-        answer_of(client, "POST", "/start_draft_weight_update")
-        return True
-    return False
