@@ -16,7 +16,7 @@ from ray_runs import Seen, ended
 from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
-from paceline.errors import ConfigError, PromptError, TrainingError
+from paceline.errors import CacheError, ConfigError, PromptError, TrainingError
 from paceline.loop.distill import run as distill_run
 from paceline.loop.distill.config import DistillConfig
 from paceline.loop.search import run as search_run
@@ -63,6 +63,13 @@ def trials_in(folder: Path, dies_at: int = 0, speed: Callable[[TrainConfig], flo
         return Rated(speed(trained[-1]), (None, None), 2.0)
 
     return Trials(config, SPACE, RunFolder.open(folder), train, rate)
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def raised(*_: object, **options: object) -> None:
+        raise error
+
+    return raised
 
 
 def run_until(trials: Trials, number: int) -> None:
@@ -286,7 +293,7 @@ def test_a_trial_without_a_source_computes_no_hidden_states(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_a_whole_search_on_a_tiny_target(tmp_path: Path) -> None:
+def test_a_whole_search_on_a_tiny_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_tiny_target(tmp_path / "target")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(30)))
@@ -303,6 +310,13 @@ def test_a_whole_search_on_a_tiny_target(tmp_path: Path) -> None:
     assert json.loads((config.out / "results.json").read_text())["trials"][0]["speedups"]
     assert {"run.yaml", "report.md", "report.html"} <= {path.name for path in config.out.iterdir()}
     assert [*config.out.glob("features/features-*")] and not [*config.out.glob("trials/*/features-*")]
+    weights = (result.drafter / "model.safetensors").read_bytes()
+    for error, kind in ((Killed(), Killed), (OSError(28, "No space left on device"), CacheError)):
+        monkeypatch.setattr(search_run.shutil, "copytree", raising(error))
+        with pytest.raises(kind):
+            search(config)
+        assert (result.drafter / "model.safetensors").read_bytes() == weights, "until another one is whole"
+    monkeypatch.undo()
     again = search(config)
     assert [trial.speedups for trial in again.trials] == [trial.speedups for trial in result.trials]
     with pytest.raises(ConfigError):
