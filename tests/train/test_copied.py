@@ -205,3 +205,16 @@ def test_a_continued_drafter_may_draft_longer_blocks_and_attend_to_less(is_causa
         assert (read.shape.window(0), read.is_causal) == (shape.sliding_window, (is_causal,))
         weights = initial.network.state_dict()
         assert all(torch.equal(weights[name], value) for name, value in drafter.state_dict().items())
+
+
+def test_a_continued_drafter_whose_windows_alone_are_causal_stays_so(tmp_path: Path) -> None:
+    """--sliding-window gave all of its layers a window, and made all of them attend both ways."""
+    raw = new_config(32, 11, 6, num_layers=2, block_size=4, head_dim=8)
+    raw |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
+    DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw))).save(tmp_path)
+    for window, expected in ((None, 8), (256, 256)):
+        config = TrainConfig(init=str(tmp_path), shape=DrafterShape(sliding_window=window))
+        initial = initial_drafter(config, tiny_target(num_rows=1), None)
+        for read in (initial.network.config, DFlashConfig.from_json(initial.drafter.raw)):
+            assert read.is_causal == (True, False)
+            assert [read.shape.window(layer) for layer in range(2)] == [expected, None]

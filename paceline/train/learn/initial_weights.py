@@ -235,7 +235,8 @@ def network_for(
     - `init`: folder of the drafter to continue; None for a new drafter with the sizes in `shape`.
     - `target_name`: model whose layers a new drafter copies, if `shape.is_copied`.
     - `block_size`, `window` (positions that draft layers attend to): new values for the drafter in `init`; None to keep
-      its own. Without `init` they have no effect.
+      its own. A drafter whose windows alone are causal gets the new window in these layers only. Without `init` they
+      have no effect.
 
     Raises DrafterMismatchError if `init` belongs to another target, ConfigError if it cannot be trained."""
     if init is not None:
@@ -243,7 +244,9 @@ def network_for(
         config, tensors = stored.config, stored.tensors
         check_fit(config, target, *(stored.vocabulary if config.has_own_width else ALL_TOKENS))
         changed = {} if block_size is None else {"block_size": block_size}
-        if window is not None:
+        if window is not None and len(set(config.is_causal)) > 1:  # its layers with a window, the only causal ones
+            changed |= {"sliding_window": window, "use_sliding_window": True}
+        elif window is not None:
             changed |= window_keys(window, config.shape.num_layers) | {"is_causal": all(config.is_causal)}
         config = DFlashConfig.from_json(config.raw | changed)
         if config.from_anchor:
