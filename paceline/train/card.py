@@ -243,6 +243,16 @@ def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:
     return ["## Limits", "", " ".join(limits), ""] if limits else []
 
 
+def check_repository(repo: str | None) -> None:
+    """Raises ConfigError if `repo` cannot be the name of a hub repository; None passes."""
+    if repo is None:
+        return
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    with reraised(ConfigError, f"push_to_hub {repo!r} is no repository", "give owner/name", HFValidationError):
+        validate_repo_id(repo)
+
+
 def push(drafter: Path, repo: str, *, is_public: bool = False) -> str:
     """Uploads the drafter's folder to a hub repository, which is created if needed, private unless `is_public`; returns
     its URL. Raises ConfigError for an invalid repository name, DownloadError if the hub refuses or cannot be
@@ -252,10 +262,8 @@ def push(drafter: Path, repo: str, *, is_public: bool = False) -> str:
 
     remedy = "check the name owner/name and `hf auth login`; the drafter stays where it is"
     refused = (errors.HTTPError, errors.LocalTokenNotFoundError, ConnectionError, TimeoutError, OSError)
-    with (
-        reraised(ConfigError, f"push_to_hub {repo!r} is no repository", remedy, errors.HFValidationError),
-        reraised(DownloadError, f"{drafter} was not sent to {repo}", remedy, *refused),
-    ):
+    check_repository(repo)
+    with reraised(DownloadError, f"{drafter} was not sent to {repo}", remedy, *refused):
         hub = huggingface_hub.HfApi()
         url = hub.create_repo(repo, private=not is_public, exist_ok=True, repo_type="model")
         hub.upload_folder(repo_id=repo, folder_path=str(drafter), commit_message="drafter trained with paceline")

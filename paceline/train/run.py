@@ -37,7 +37,7 @@ from paceline.runs.trackers import check_tracker
 from paceline.train.answers.mixture import check_begun, others_of, read_mixture
 from paceline.train.answers.on_ray import run as regenerate
 from paceline.train.answers.run_identity import identity_of
-from paceline.train.card import push, write_card
+from paceline.train.card import check_repository, push, write_card
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 from paceline.train.documents.dataset import MAX_HELDOUT, MIN_HELDOUT, Corpus, Document, check_answers, read_corpus
 from paceline.train.documents.store import known_only, stored_corpus, without
@@ -133,6 +133,7 @@ def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progre
 def _check_inputs(config: TrainConfig) -> None:
     """Detects invalid inputs before the long stages begin."""
     check_tracker(config.log_to)
+    check_repository(config.push_to_hub)
     init_folder(config.init, config.target.model)
     check_mtp(config)
     if config.scale == "default" and config.target.model not in BUILTINS:  # whose sizes are known

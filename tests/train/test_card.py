@@ -107,8 +107,6 @@ class Hub:
 
     def create_repo(self, repo: str, **options: Any) -> str:
         Hub.called.append(("create", {"repo": repo, **options}))
-        if "/" not in repo:
-            raise huggingface_hub.errors.HFValidationError(repo)
         if repo.startswith("offline/"):
             raise ConnectionError("no route")
         return f"https://huggingface.co/{repo}"
@@ -126,5 +124,5 @@ def test_the_hub_gets_the_folder_privately(tmp_path: Path, monkeypatch: pytest.M
     assert Hub.called[0][1]["private"] is False
     with pytest.raises(DownloadError, match="was not sent to offline/mine .*the drafter stays where it is"):
         push(tmp_path, "offline/mine")
-    with pytest.raises(ConfigError, match="'mine' is no repository"):
-        push(tmp_path, "mine")
+    with pytest.raises(ConfigError, match="'me/my/own' is no repository .*: give owner/name"):
+        push(tmp_path, "me/my/own")
