@@ -128,6 +128,8 @@ def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any
     from paceline.train.methods.kinds import check_drafter
     from paceline.train.plan.training_plan import make_plan
 
+    if config.scale == "tiny":
+        raise ConfigError("--scale tiny has fixed settings and makes no plan: leave --dry-run out, it takes a minute")
     check_drafter(config)
     if config.is_given("out"):
         check_folder(config.out)

@@ -69,6 +69,8 @@ from paceline.train.tiny import write_tiny_target
         ),
         (("--prompts", "/no/such.jsonl"), PromptError, "there is no prompt file /no/such.jsonl: check --prompts"),
         (("--ood", "/no/such.jsonl"), PromptError, "there is no prompt file /no/such.jsonl"),
+        (("--push-to-hub", "me/my/own"), ConfigError, "'me/my/own' is no repository .*: give owner/name"),
+        (("--scale", "tiny", "--dry-run"), ConfigError, "--scale tiny has fixed settings and makes no plan: leave"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(
