@@ -115,6 +115,24 @@ def test_a_verdict_on_training(tmp_path: Path, lines: list[Line], sentence: str)
     assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run)
 
 
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({}, "--first-layers copied, another --lr."),
+        ({"shape": {"start": "copied"}}, "more blocks (--minutes), another --lr."),
+        ({"init": "runs/first/drafter"}, "more blocks (--minutes), another --lr."),
+        ({"shape": {"kind": "eagle3", "start": "random"}}, "more blocks (--minutes), another --lr."),
+    ],
+)
+def test_a_training_that_learned_nothing_gets_advice_that_its_command_takes(
+    tmp_path: Path, settings: dict[str, Any], advice: str
+) -> None:
+    """--first-layers was advised next to --init, which refuses it."""
+    run = folder(tmp_path / "run", [{**step(1), "unigram_entropy": 1.9}, check(1)])
+    (run / "config.json").write_text(json.dumps({"what": "train", "target": "m", "versions": {}, **settings}))
+    assert advice in verdict_of(run)
+
+
 def test_a_training_ends_with_expected_and_got_and_keeps_the_better_drafter(tmp_path: Path) -> None:
     worse = training_verdict(read_run(trained(tmp_path / "worse", 2.38)))
     assert "brings 1.06 tokens a round" in worse and "(expected: about 1.10): little." in worse

@@ -253,7 +253,9 @@ def training_verdict(run: RunData) -> str:
     served, speedup = run.served.get("tokens_per_round"), run.served.get("speedup")
     values = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
     values["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)
-    values["is_copied"] = (run.config.get("shape") or {}).get("start") == "copied"
+    shape = run.config.get("shape") or {}
+    is_block = shape.get("kind", "dflash") not in ("eagle3", "mtp")
+    values["can_copy"] = run.config.get("init") is None and is_block and shape.get("start", "random") == "random"
     return render(
         "train_verdict.txt", run=run, expected=run.plan.get("expected") or {}, good=GOOD_TRAINING, **values
     ).strip()
