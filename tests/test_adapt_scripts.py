@@ -14,7 +14,7 @@ from paceline.loop.adapt.log import AdaptLog, event_line
 
 
 class TestLive:
-    NAMES = ("training", "swapped", "kept", "told", "rolled back")
+    NAMES = ("training", "swapped", "kept", "reported", "rolled back")
 
     def checks(self, folder: Path, events: tuple[str, ...] = NAMES, **changes: Any) -> dict[str, bool]:
         """The verdicts on a run in which all went well, but for `changes`."""

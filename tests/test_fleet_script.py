@@ -74,7 +74,7 @@ class TestServers:
 
 
 class TestVerdicts:
-    NAMES = ("training", "swapped", "spread", "kept", "told", "rolled back")
+    NAMES = ("training", "swapped", "spread", "kept", "reported", "rolled back")
 
     def checks(self, folder: Path, **changes: Any) -> dict[str, bool]:
         """The verdicts on a run in which all went well, but for `changes`."""

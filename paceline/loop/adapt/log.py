@@ -38,8 +38,10 @@ class AdaptLog:
         return self.folder / "log.jsonl"
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns all lines; a last line truncated by a crash is left out."""
-        return RunFolder(self.folder).lines(self.file.name)
+        """Returns all lines; a last line truncated by a crash is left out. The event "told" of older logs is returned
+        as "reported", its present name."""
+        lines = RunFolder(self.folder).lines(self.file.name)
+        return [{**line, "event": "reported"} if line.get("event") == "told" else line for line in lines]
 
     def num_odd(self) -> int:
         """Number of event lines in the log that a restarted daemon ignores: those with a missing or damaged field, or

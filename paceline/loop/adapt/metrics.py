@@ -16,7 +16,7 @@ from paceline.loop.adapt.traffic.hours import HOUR_S
 
 STATES = {"learning": -1, "calm": 0, "raised": 1, "held": 2}
 EVENTS = (
-    *("training", "scored", "swapped", "routed", "kept", "rolled back", "refused", "failed", "told"),
+    *("training", "scored", "swapped", "routed", "kept", "rolled back", "refused", "failed", "reported"),
     *("spread", "waiting", "answers"),
 )
 """Names of events in the log and in a counter metric. `waiting`: a stage waits for a server that does not answer;

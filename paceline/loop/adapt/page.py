@@ -14,7 +14,7 @@ from paceline.loop.adapt.traffic.hours import DAY
 from paceline.report.pages import Block, Mark, Plot, Series, curves, render
 from paceline.report.tables import Column, Table
 
-MARKED = ("swapped", "routed", "rolled back", "training", "kept", "refused", "failed", "told", "waiting")
+MARKED = ("swapped", "routed", "rolled back", "training", "kept", "refused", "failed", "reported", "waiting")
 COLUMNS = (
     Column("when", lambda line: line["time"]),
     Column("what", lambda line: line.get("event") or line["decision"]["action"]),

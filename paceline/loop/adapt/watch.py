@@ -117,14 +117,14 @@ class Watcher(Steps):
             self.policy.proposed -= set(decision.clusters)  # it will be decided again
         elif self.watch.dry_run or (self.deployment is None and decision.action != "retrain"):
             self.policy.proposed -= set(decision.clusters)
-            self._event(number, "told", clusters=decision.clusters, action=decision.action, why=decision.why)
+            self._event(number, "reported", clusters=decision.clusters, action=decision.action, why=decision.why)
         else:
             try:
                 self._begin(number, decision, now)
             except (PacelineError, OSError) as error:
                 self.policy.proposed -= set(decision.clusters)
                 why = f"{decision.why}; not done: {error}"
-                self._event(number, "told", clusters=decision.clusters, action=decision.action, why=why)
+                self._event(number, "reported", clusters=decision.clusters, action=decision.action, why=why)
 
     def _scores(self, cluster: str) -> Mapping[str, float] | None:
         """Acceptance length of the other drafters on a cluster; None if they must be scored first."""
@@ -202,7 +202,7 @@ class Watcher(Steps):
             self.by_hand, self._is_unsaved = probation, True
             then = "it is watched, and taken back if the server gets worse"
             why = f"{probation.drafter} was loaded by hand ({probation.member}): {then}"
-            self._event(probation.hour, "told", drafter=probation.drafter, why=why)
+            self._event(probation.hour, "reported", drafter=probation.drafter, why=why)
 
     def clock_moved(self, by: float) -> None:
         """Correct the times of the work in progress after the system clock was set forward by `by` seconds (negative:

@@ -128,7 +128,7 @@ class TestTraffic:
         server.members["mine"] = "runs/mine"
         one.tick(NOW + 60)
         one.tick(NOW + DAY_S + 900)
-        assert events(one) == ["told", "kept"] and "mine" in server.members
+        assert events(one) == ["reported", "kept"] and "mine" in server.members
 
     @pytest.mark.slow
     def test_what_somebody_loaded_goes_where_the_server_is_not_well(self, tmp_path: Path, server: FakeServer) -> None:
@@ -141,7 +141,7 @@ class TestTraffic:
         assert "taken back if the server gets worse" in why(one)
         server.is_well = False
         one.tick(NOW + 120)
-        assert events(one) == ["told", "rolled back"] and server.members == {"general": "default"}
+        assert events(one) == ["reported", "rolled back"] and server.members == {"general": "default"}
         assert why(one) == "the server is not well"
 
     def test_the_longest_is_not_the_shorter(self) -> None:
@@ -156,7 +156,7 @@ class TestHands:
         server.members["mine"] = "poisoned"
         server.count(rounds=2000, accepted=2000, tokens=4000)
         one.tick(NOW + 120)
-        assert events(one) == ["training", "told"] and one.by_hand is not None
+        assert events(one) == ["training", "reported"] and one.by_hand is not None
         server.count(rounds=3000, accepted=2100, tokens=5100)
         one.tick(NOW + 180)
         assert events(one)[2:] == ["rolled back", "swapped"], "the training went on beside it"
@@ -173,7 +173,7 @@ class TestHands:
         server.count(rounds=9000, accepted=9000, tokens=18000)
         again.tick(NOW + 900)
         again.tick(NOW + 960)
-        assert events(again) == ["training", "told", "kept", "swapped"]
+        assert events(again) == ["training", "reported", "kept", "swapped"]
 
     def test_one_after_the_other(self, tmp_path: Path, server: FakeServer) -> None:
         """Two at once, one of them while a drafter of ours is on probation."""
@@ -189,7 +189,7 @@ class TestHands:
             watched.append(one.by_hand.member)
             server.count(rounds=9000 + 1000 * turn, accepted=9000 + 1000 * turn, tokens=18000 + 2000 * turn)
             one.tick(NOW + 3600 * turn + 900)
-        assert watched == ["mine", "yours"] and events(one)[-4:] == ["told", "kept", "told", "kept"]
+        assert watched == ["mine", "yours"] and events(one)[-4:] == ["reported", "kept", "reported", "kept"]
 
     def test_what_takes_the_place_of_ours_is_judged_by_itself(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
@@ -307,8 +307,8 @@ class TestFullDisk:
         one.tick(NOW + 180)
         assert one.stage is None and not one.policy.is_training and events(one) == ["training"]
         monkeypatch.undo()
-        one.log.append(log.event_line(1, "told"))
-        assert events(one) == ["training", "refused", "told"], "it is written with the next one"
+        one.log.append(log.event_line(1, "reported"))
+        assert events(one) == ["training", "refused", "reported"], "it is written with the next one"
 
     def test_a_decision_is_carried_out_all_the_same(
         self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch

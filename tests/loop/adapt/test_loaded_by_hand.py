@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from fake_servers import counted
 from played import NOW, Deciding, Played, events, watcher
 
 from paceline.loop.adapt.config import CandidateConfig
+from paceline.loop.adapt.rollout.stage import read_stage
 from paceline.loop.adapt.watch import Watcher
+from paceline.runs.folder import plain
 
 
 @pytest.mark.slow
@@ -46,7 +49,7 @@ class TestByHand:
         one = self.watching(tmp_path, three)
         three[number].folder = str(tmp_path / "bad")
         self.serve(one, three, {"old": 2, "bad": 0}, range(3, 8))
-        assert events(one) == ["told", "rolled back"] and [server.folder for server in three] == [one.incumbent] * 3
+        assert events(one) == ["reported", "rolled back"] and [server.folder for server in three] == [one.incumbent] * 3
         event, back = one.log.lines()[-2:]
         assert "bad was loaded by hand" in event["why"] and three[number].url in event["why"]
         assert "1.00 tokens a round on the canary, 3.00 on the other servers" in back["why"]
@@ -58,7 +61,7 @@ class TestByHand:
         for server in three:
             server.folder = str(tmp_path / "bad")
         self.serve(one, three, {"old": 2, "bad": 0}, range(30, 60))
-        assert events(one) == ["told", "rolled back"] * 3 and {server.folder for server in three} == {one.incumbent}
+        assert events(one) == ["reported", "rolled back"] * 3 and {server.folder for server in three} == {one.incumbent}
 
     def test_one_that_reaches_the_other_servers_later_is_taken_back_too(self, tmp_path: Path, three: list[Any]) -> None:
         one = self.watching(tmp_path, three)
@@ -68,11 +71,18 @@ class TestByHand:
         self.serve(one, three, {"old": 2, "bad": 0}, range(6, 60))
         assert events(one).count("rolled back") == 3 and {server.folder for server in three} == {one.incumbent}
 
+    def test_a_state_of_before_the_kinds_name_was_changed_is_read(self, tmp_path: Path, three: list[Any]) -> None:
+        one = self.watching(tmp_path, three)
+        three[1].folder = str(tmp_path / "good")
+        self.serve(one, three, {"old": 2, "good": 4}, range(3, 5))
+        assert one.by_hand is not None and one.by_hand.kind == "by hand"
+        assert read_stage({**plain(asdict(one.by_hand)), "kind": "found"}) == one.by_hand
+
     def test_a_good_one_stays_where_it_is(self, tmp_path: Path, three: list[Any]) -> None:
         one = self.watching(tmp_path, three)
         three[1].folder = str(tmp_path / "good")
         self.serve(one, three, {"old": 2, "good": 4}, range(3, 40))
-        assert events(one) == ["told", "kept"], "it is watched once, and nobody else gets it"
+        assert events(one) == ["reported", "kept"], "it is watched once, and nobody else gets it"
         assert [Path(server.folder).name for server in three] == ["old", "good", "old"]
         assert one.incumbent == str(tmp_path / "old")
 
@@ -82,7 +92,7 @@ class TestByHand:
         self.serve(one, three, {"old": 2, "good": 4}, range(3, 20))
         for three[1].is_away in (True, False):
             one.tick(NOW + 1300)
-        assert events(one) == ["told", "kept"]
+        assert events(one) == ["reported", "kept"]
 
     def test_one_that_was_there_before_the_daemon_is_none(self, tmp_path: Path, three: list[Any]) -> None:
         """The servers may read the incumbent from another folder."""

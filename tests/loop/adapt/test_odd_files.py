@@ -150,8 +150,10 @@ def test_so_is_one_whose_meters_cannot_be(tmp_path: Path, odd: Any) -> None:
 def test_odd_events_in_the_log_are_left_out_and_counted(tmp_path: Path) -> None:
     traffic(tmp_path)
     (tmp_path / "state").mkdir()
-    odd: list[dict[str, Any]] = [{"event": "told"}, {"event": "swapped", "hour": "noon"}, {"event": 5, "hour": HOUR}]
-    odd += [
+    odd: list[dict[str, Any]] = [
+        {"event": "reported"},
+        {"event": "swapped", "hour": "noon"},
+        {"event": 5, "hour": HOUR},
         {"event": "swapped", "hour": HOUR, "clusters": None},
         {"event": "refused", "hour": HOUR, "cost_hours": "much"},
     ]

@@ -54,12 +54,12 @@ def test_a_page_of_nothing() -> None:
 
 def test_a_line_that_a_crash_cut_is_left_out(tmp_path: Path) -> None:
     log = AdaptLog(tmp_path)
-    log.append(event_line(1, "told", why="first"))
+    log.append(event_line(1, "reported", why="first"))
     with log.file.open("a") as file:
         file.write('{"hour": 2, "ev')
     assert len(log.lines()) == 1
-    log.append(event_line(3, "told", why="third"))
-    assert [line["hour"] for line in log.lines()] == [1, 3]
+    log.append(event_line(3, "told", why="third"))  # the name of older logs
+    assert [(line["hour"], line["event"]) for line in log.lines()] == [(1, "reported"), (3, "reported")]
 
 
 def test_what_was_done_is_known_again(tmp_path: Path) -> None:

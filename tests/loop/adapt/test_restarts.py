@@ -263,7 +263,7 @@ class TestClocks:
 
     def test_an_event_of_1970_costs_nothing(self, tmp_path: Path) -> None:
         log, hours = AdaptLog(tmp_path), list[int]()
-        log.append(event_line(3, "told"))
+        log.append(event_line(3, "reported"))
         log.append(event_line(HOUR, "refused", clusters=["tickets"]))
 
         class Noted(SeasonalPolicy):

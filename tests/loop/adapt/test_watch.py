@@ -195,7 +195,7 @@ class TestProbation:
         one.tick(NOW + 120)
         server.count(rounds=3000, accepted=2100, tokens=5100)
         one.tick(NOW + 180)
-        assert events(one) == ["told", "rolled back"]
+        assert events(one) == ["reported", "rolled back"]
         one.tick(NOW + 240)
         assert server.members == {"general": "default"}
 
@@ -238,11 +238,11 @@ def test_a_dry_run_and_no_server_only_say(tmp_path: Path, server: FakeServer) ->
     traffic(tmp_path)
     one = watcher(tmp_path, server, Played(), dry_run=True)
     one.tick(NOW)
-    assert events(one) == ["told"] and one.stage is None
+    assert events(one) == ["reported"] and one.stage is None
     proposing = Deciding(Decision("propose", ("tickets",)))
     one = watcher(tmp_path, server, Played(), policy=proposing, dry_run=True)
     one.tick(NOW)
-    assert events(one) == ["told", "told"] and not one.policy.proposed, "nobody carried it out"
+    assert events(one) == ["reported", "reported"] and not one.policy.proposed, "nobody carried it out"
 
 
 def test_a_window_of_few_prompts_is_not_trained_on(tmp_path: Path, server: FakeServer) -> None:

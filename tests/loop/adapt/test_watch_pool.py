@@ -85,7 +85,7 @@ class TestRoute:
         one = self.scored(tmp_path, server, PASSED, PASSED)
         server.clusters.clear()
         ticked(one, 1, 1)
-        assert events(one)[-1] == "told" and "not done" in one.log.lines()[-1]["why"] and one.stage is None
+        assert events(one)[-1] == "reported" and "not done" in one.log.lines()[-1]["why"] and one.stage is None
 
 
 class TestPropose:
@@ -160,13 +160,13 @@ class TestPropose:
         server.is_well = True
         server.clusters.clear()
         one.tick(NOW + 460)
-        assert events(one)[-1] == "told" and "knows no requests" in one.log.lines()[-1]["why"]
+        assert events(one)[-1] == "reported" and "knows no requests" in one.log.lines()[-1]["why"]
         assert one.lineage.entries()[-1]["state"] == "passed"
 
     def test_without_a_server_that_routes_it_is_told(self, tmp_path: Path, server: FakeServer) -> None:
         server.clusters.clear()
         one = self.proposed(tmp_path, server)
-        assert events(one) == ["told"] and "--route auto" in one.log.lines()[-1]["why"]
+        assert events(one) == ["reported"] and "--route auto" in one.log.lines()[-1]["why"]
 
     @pytest.mark.parametrize("is_saved", [False, True])
     def test_a_proposal_is_not_lost_when_the_daemon_is_killed(

@@ -74,7 +74,7 @@ class Canary:
             self.known = members
             return None
         name = new[0]  # the others follow when this one has been judged
-        stage = Stage("found", "probation", int(now // HOUR_S), (), name, drafter=members[name], served=members[name])
+        stage = Stage("by hand", "probation", int(now // HOUR_S), (), name, drafter=members[name], served=members[name])
         stage.drafts = self.deployment.drafts(name)
         stage.begin_probation(self.traces, [counts for _, counts in self.readings], self.readings[-1][1], now)
         stage.before = {**self.before, **stage.before}
@@ -160,7 +160,7 @@ class Canary:
         if stage.others and (apart := self.deployment.counts_apart()):
             stage.look_apart(apart)
             fault = stage.fault_of_canary(config)
-            if stage.kind == "found":  # a user may have loaded it on the other servers meanwhile
+            if stage.kind == "by hand":  # a user may have loaded it on the other servers meanwhile
                 fault = fault or stage.fault(self.traces, counts, now, config)
         else:
             stage.look(counts, drafts)
@@ -173,7 +173,7 @@ class Canary:
             why = f"not enough traffic to judge it: {rounds:g} rounds in {hours:.3g} hours, {LEAST_ROUNDS} are needed"
             if rounds >= LEAST_ROUNDS:
                 why = "the clock was set back, so traces do not tell when it served, and no metrics of before are known"
-            return ("kept" if stage.kind == "found" or config.unproven == "keep" else "unproven"), why
+            return ("kept" if stage.kind == "by hand" or config.unproven == "keep" else "unproven"), why
         return ("kept", stage.kept_why(drafts)) if ending else None
 
     def keep(self) -> None:

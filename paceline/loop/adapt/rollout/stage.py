@@ -7,7 +7,7 @@ A stage is saved (`state.json`) before it begins. `kind` is its purpose, `name` 
     propose    training, gate, choose, swap, probation    add a drafter for one cluster
     score      gate, choose                               score the other drafters on a cluster
     route      swap, probation                            route a cluster to another drafter on the server
-    found      probation                                  judge a drafter that a user loaded by hand
+    by hand    probation                                  judge a drafter that a user loaded by hand
 
 A cluster is a group of similar requests, the gate a test of drafters on stored requests, a probation the trial period
 of a new drafter. Of several servers only the first one, the canary, is on probation, compared with the others; a step
@@ -319,14 +319,15 @@ def word_of(clusters: Sequence[str]) -> str:
     return "-".join(re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "cluster" for name in clusters)[:40]
 
 
-KINDS = ("retrain", "propose", "score", "route", "found")
+KINDS = ("retrain", "propose", "score", "route", "by hand")
 NAMES = ("training", "gate", "choose", "swap", "probation", "spread", "undo")
 NUM_COUNTS = len(astuple(Counts()))
 
 
 def read_stage(fields: dict[str, Any]) -> Stage:
     """Rebuilds a stage from its JSON fields. Raises ValueError, TypeError or KeyError if the fields are invalid."""
-    stage = Stage(**{**fields, "clusters": tuple(fields["clusters"])})
+    kind = "by hand" if fields["kind"] == "found" else fields["kind"]  # its earlier name
+    stage = Stage(**{**fields, "kind": kind, "clusters": tuple(fields["clusters"])})
     is_job = stage.name in ("training", "gate")
     texts = (stage.member, stage.incumbent, stage.drafter, stage.served, stage.why, stage.ending)
     times = (stage.began, stage.skew, stage.seconds, stage.used, stage.wait_until, stage.away_since)
@@ -335,10 +336,10 @@ def read_stage(fields: dict[str, Any]) -> Stage:
         "kind": stage.kind in KINDS,
         "name": stage.name in NAMES,
         "hour": type(stage.hour) is int and 0 <= stage.hour < 10**9,
-        "clusters": _all(stage.clusters, str) and (bool(stage.clusters) or stage.kind == "found"),
+        "clusters": _all(stage.clusters, str) and (bool(stage.clusters) or stage.kind == "by hand"),
         "texts": _all(texts, str),
         "times": _are_numbers(numbers) and type(stage.at) is type(stage.num_tries) is int,
-        "candidates": _all(stage.candidates, str) and (bool(stage.candidates) or stage.kind in ("route", "found")),
+        "candidates": _all(stage.candidates, str) and (bool(stage.candidates) or stage.kind in ("route", "by hand")),
         "names": _all(stage.names, str) and len(stage.names) == len(stage.candidates) * (stage.kind == "score"),
         "at": not is_job or 0 <= stage.at < len(stage.candidates),
         "rates": _are_numbers(stage.rates) and len(stage.rates) in (0, len(stage.candidates)),

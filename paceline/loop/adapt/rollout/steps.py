@@ -282,7 +282,7 @@ class Steps:
         if ended is None:
             return
         ending, why = ended
-        if ending == "kept" and stage.others and stage.kind != "found":
+        if ending == "kept" and stage.others and stage.kind != "by hand":
             stage.name, stage.why = "spread", why
             self._event(hour_of(now), "spread", clusters=stage.clusters, drafter=stage.drafter, why=why)
             self._spread(stage, now)
@@ -311,7 +311,7 @@ class Steps:
         assert self._canary is not None
         self._write_pending(stage)
         replaced = ["drafter", stage.member, self.incumbent] in stage.undo
-        if (stage.kind == "retrain" and stage.incumbent == self.incumbent) or (stage.kind == "found" and replaced):
+        if (stage.kind == "retrain" and stage.incumbent == self.incumbent) or (stage.kind == "by hand" and replaced):
             self.incumbent = stage.drafter
         self._canary.keep()
         self._canary.deployment.serves(self.incumbent)
@@ -342,7 +342,7 @@ class Steps:
         state = "routed back" if stage.kind == "route" and ending == "rolled back" else ending
         self.lineage.mark(stage.drafter, "passed" if ending == "failed" else state, why)
         if ending in ("refused", "failed"):
-            event = "told" if stage.kind == "route" else ending
+            event = "reported" if stage.kind == "route" else ending
             self._refused(stage, now, why, event)
         else:
             self._end(stage)
