@@ -52,7 +52,7 @@ def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
         "sides": {side: _counts(rows) for side, rows in by_side.items()},
         "on_both_sides": len(set.intersection(*conversations)),
         "sources": dict(Counter(str(row["source"]) for row in every).most_common(MOST_NAMED)),
-        "models": dict(Counter(str(row["model"] or "not told") for row in every).most_common(MOST_NAMED)),
+        "models": dict(Counter(str(row["model"] or "unknown") for row in every).most_common(MOST_NAMED)),
         "tags": dict(Counter(row["tag"] or "none" for row in every).most_common(MOST_NAMED)),
         "finish_reasons": dict(Counter(str(row["finish_reason"]) for row in every)),
         "left_out": dict(left_out),
