@@ -193,7 +193,8 @@ def paired(
     """Pairs the tensors of the running drafter with those of a second drafter, `loaded`, whose weights shall replace
     them. Yields, module by module, (running module, loaded module, [(running tensor, loaded tensor)]). Modules that the
     running drafter shares with the target are left out: they must not be overwritten. Raises ValueError if the drafters
-    differ in modules, tensor names, shapes or types, or if `loaded` has other weights for a shared module."""
+    differ in modules, tensor names, shapes or types. Also raises it if `loaded` has weights for a shared module that
+    differ from the target's."""
     of_target = {id(module) for module in target.modules()}
     modules = dict(loaded.named_modules())
     if modules.keys() != dict(running.named_modules()).keys():

@@ -65,8 +65,8 @@ check_version(vllm.__version__, vllm.__version_tuple__, example.ExampleHiddenSta
 
 
 class Copied:
-    """Replaces the CUDA event that marks the end of a copy: reports that the copy is complete. Used where there is no
-    copy to wait for: on a CPU, or for a file that is not written."""
+    """Replaces the CUDA event that marks the end of a copy from the GPU: reports at once that the copy is complete.
+    Used where nothing is copied from a GPU: on a CPU, or for a file that is not written."""
 
     def query(self) -> bool:
         return True

@@ -49,8 +49,8 @@ class AdaptLog:
         return sum("event" in line and not is_event(line) for line in self.lines())
 
     def shown(self) -> tuple[list[dict[str, Any]], int]:
-        """Returns the lines that can be shown to users, and the number of others: those of events and hours with a
-        missing or damaged field."""
+        """Returns (lines that can be shown to users, number of lines left out). Lines of events and hours with a
+        missing or damaged field are left out."""
         every = self.lines()
         whole = [line for line in every if isinstance(line.get("time"), str) and (is_event(line) or is_hour(line))]
         return whole, len(every) - len(whole)
@@ -66,8 +66,8 @@ class AdaptLog:
 
 
 def event_line(hour: int, event: str, **figures: Any) -> dict[str, Any]:
-    """Builds the log line of an event, such as "training" or "swapped", in this hour since 1970. `figures`: further
-    JSON fields."""
+    """Builds the log line of an event. `hour`: when it happened, counted from 1970; `event`: its name, such as
+    "training" or "swapped". Further keyword arguments (`figures`) become further JSON fields of the line."""
     return plain({**_stamped(hour), "event": event, **figures})
 
 

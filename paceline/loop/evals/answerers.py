@@ -39,7 +39,8 @@ class LLMAnswerer:
         self.name = name or f"{short_name(llm.config.model)}{drafter}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Returns a list of `samples` replies for each case; calls `advance` after each finished case.
+        """Returns a list of `samples` replies for each case. Calls `advance`, the progress callback, after each
+        finished case.
 
         Checks all cases first. Raises ConfigError if a case has tokens outside the model's vocabulary, PromptError if
         the chat template fails, ContextLengthError if prompt and longest answer do not fit in the context.
@@ -91,8 +92,8 @@ class EndpointAnswerer:
         self.name = name or f"{model} at {client.url}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Returns a list of `samples` replies for each case; calls `advance` after each finished case. Raises
-        DownloadError, which names the case, if a request still fails after a retry."""
+        """Returns a list of `samples` replies for each case. Calls `advance`, the progress callback, after each
+        finished case. Raises DownloadError, which names the case, if a request still fails after a retry."""
         jobs = [(case, sample) for case in cases for sample in range(samples)]
         replies: list[list[Reply]] = []
         with ThreadPoolExecutor(self.sampling.at_once) as pool:

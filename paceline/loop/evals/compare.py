@@ -80,8 +80,8 @@ class Comparison:
 def compare(before: Scores, after: Scores) -> Comparison:
     """Compares two runs of one suite by a permutation test on the score differences of single cases.
 
-    If the p-value is not below 0.01 (LEVEL), the verdict is "no difference seen". Raises ConfigError when the runs are
-    of different suites.
+    The verdict is "better" or "worse" if the p-value is below 0.01 (LEVEL), else "no difference seen". Raises
+    ConfigError when the runs are of different suites.
     """
     import numpy as np
 
@@ -183,7 +183,8 @@ class Gate:
     def refusals(self, scores: Scores, comparison: Comparison | None = None) -> list[str]:
         """Returns the reasons why the scores fail the gate; empty if they pass.
 
-        `comparison`: of these scores with another run's. Without it, only the minimum score is checked.
+        `comparison`: result of comparing these scores with those of another run. Without it, only the minimum score is
+        checked.
         """
         reasons = []
         if self.fail_below is not None:

@@ -47,7 +47,8 @@ MAX_TOKENS = 16
 
 @dataclass(slots=True)
 class Judge:
-    """Compares pairs of answers with a judge model, each pair in both orders. Counts how often the order decides."""
+    """Asks a judge model which of two answers is better, twice per pair: the second time with the answers swapped.
+    Counts the pairs in which the preferred answer changed with the order."""
 
     client: Client
     model: str
@@ -65,11 +66,11 @@ class Judge:
 
     def prefer(self, question: str, one: str, two: str, criteria: str | None = None) -> float:
         """Asks the judge twice which of two answers to a question is better, with the answers swapped the second time.
-        Returns 1.0 for `one`, 0.0 for `two`, and 0.5 for a tie, for equal texts, or if the order decides.
+        Returns 1.0 for `one` and 0.0 for `two`. Returns 0.5 for a tie, for equal texts, or if the judge preferred the
+        same position both times.
 
         `criteria`: sentence that defines a better answer [default: CRITERIA]. Raises JudgeError if the judge is down or
-        gives no verdict. Also raises JudgeError, from the 10th pair on, if the order has decided more than 80% of all
-        pairs.
+        gives no verdict. Also raises it if the judge preferred the same position in more than 80% of at least 10 pairs.
         """
         if one.strip() == two.strip():
             return 0.5

@@ -20,8 +20,8 @@ WORD = re.compile(r"\w+|[^\w\s]")
 def leaking(suite: Suite, store: Store) -> list[str]:
     """Returns the ids of the cases whose questions nearly equal a prompt in the store's training split.
 
-    The Jaccard similarity of their 5-word n-grams must exceed the store's setting `split.related`. N-grams that occur
-    in more than a tenth of all texts are ignored as boilerplate.
+    Two texts nearly equal each other if the Jaccard similarity of their 5-word n-grams exceeds the store's setting
+    `split.related`. N-grams that occur in more than a tenth of all texts are ignored as boilerplate.
     """
     prompts = [_words(row["prompt"]) for row in store.rows("train")]
     cases = [_words(case.question) for case in suite]

@@ -46,9 +46,10 @@ class Question(NamedTuple):
 def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None = None) -> Suite:
     """Builds a suite from the sources of `config`.
 
-    `dropped`: receives the counts, by reason, of rows that cannot become a case, and counts of row keys that are not
-    read. If it is None, the first row that cannot become a case raises PromptError, and keys that are not read are
-    logged as a warning. Raises ConfigError on contradictory settings, PromptError if the sources give no case.
+    `dropped`: object of the caller that receives two counts: rows that cannot become a case, by reason, and rows with
+    keys that are not read, by key. If it is None, the first row that cannot become a case raises PromptError, and keys
+    that are not read are logged as a warning. Raises ConfigError on contradictory settings, PromptError if the sources
+    give no case.
     """
     counted = Dropped() if dropped is None else dropped
     cases = [case for source in config.sources for case in _cases(source, config, counted, raises=dropped is None)]

@@ -65,8 +65,9 @@ def write_report(
 ) -> None:
     """Writes results and reports to the folder `run`; prints the tables of scores and comparisons.
 
-    `scores`: of one or more runs; the report's verdict is about the last of these. `comparisons`: of that run with
-    others. `refusals`: reasons why the gate failed; empty if it passed. `settings`: shown in the report.
+    `scores`: of one or more runs; the report's verdict is about the last one. `comparisons`: results of comparing the
+    last run with other runs. `refusals`: reasons why the gate failed; empty if it passed. `settings`: shown in the
+    report.
     """
     last = scores[-1]
     lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in comparisons]}

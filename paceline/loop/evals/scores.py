@@ -163,9 +163,9 @@ def resampled(values: np.ndarray, lowest: float, seed: int = 0, draws: int = 400
     Percentile bootstrap with `draws` resamples. Two pseudo-cases with the values `lowest` and 1 are added first (Bonett
     and Price 2012); without them, the interval would be too narrow where few cases differ.
 
-    If all values are equal, the interval is computed without resampling. Among cases outside the suite, a share of up
-    to 1 - 0.025^(1/cases) may have another value (Clopper and Pearson 1934). The low end assumes that this value is
-    `lowest`, the high end that it is 1.
+    If all values are equal, resampling would give an interval of width 0. Instead, a share of 1 - 0.025^(1/cases) of
+    all possible cases is assumed to have another value (Clopper and Pearson 1934): `lowest` for the low end, 1 for the
+    high end.
     """
     import numpy as np
 

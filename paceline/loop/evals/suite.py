@@ -89,7 +89,8 @@ class Suite:
         return any(case.scorer["kind"] == "judge" for case in self.cases)
 
     def first(self, limit: int | None) -> Suite:
-        """Returns a suite of the first `limit` cases [default: all]. Raises PromptError for a limit below 1."""
+        """Returns a suite of the first `limit` cases; of all cases if it is None. Raises PromptError for a limit below
+        1."""
         refuse(PromptError, (limit is not None and limit < 1, f"limit must be at least 1, not {limit}"))
         return Suite(self.name, self.cases[:limit])
 

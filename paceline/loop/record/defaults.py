@@ -24,11 +24,11 @@ def defaults_of(given: str, model: Path) -> dict[str, float] | None:
 
     `given`: the setting `RecordConfig.sampling_defaults`, one of
 
-    - "none": returns None;
-    - "engine": returns {};
+    - "none": the values are unknown; returns None;
+    - "engine": all fields are neutral; returns {};
     - "model": reads generation_config.json in the folder `model`. Without this file returns {} if the folder contains
       config.json, else None (as for a GGUF file);
-    - values, such as "temperature=0.6,top_k=20".
+    - values, such as "temperature=0.6,top_k=20": returns these.
 
     Raises ConfigError for invalid values, ModelFileError for a damaged file."""
     if given == "none":

@@ -62,7 +62,8 @@ class _Report:
 
 def rounds_of(report: Any, num_tokens: int | None) -> list[Round]:
     """Converts an engine's report on the speculation in one answer to rounds: drafted and accepted tokens of each.
-    `report`: metrics from vLLM or SGLang. `num_tokens`: tokens of the answer, to check the report; None if unknown.
+    `report`: metrics from vLLM or SGLang. `num_tokens`: number of tokens of the answer, with which the report must
+    agree; None if unknown.
 
     Raises ValueError, TypeError or KeyError for a report that is contradictory, incomplete or malformed."""
     if not isinstance(report, dict):

@@ -64,9 +64,9 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """Acceptance length of one customer (all requests with one tag), compared with the rest of the traffic. A badly
-    served customer may get a separate drafter. Tags whose usual acceptance length is unknown, or has dropped at
-    present, are not compared."""
+    """Acceptance length of one customer, compared with the rest of the traffic. A customer is all requests with one
+    tag. A badly served customer may get a separate drafter. The policy leaves a customer out while an alarm about it is
+    active, or while its usual acceptance length is still unknown."""
 
     cluster: str
     share: float

@@ -22,10 +22,12 @@ def route_of(deployment: Deployment, cluster: str) -> str | None:
 
 def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, str]:
     """Returns the drafter that serves this cluster (group of similar requests), as (name on the server, folder or hub
-    id). This is the drafter that the cluster is routed to. Without a route, or if that drafter has left the server, it
-    is `incumbent`, the folder or hub id of the general drafter.
+    id).
 
-    Raises DownloadError if the server does not answer, or if it needs `incumbent` for the result and has not loaded
+    The server sends a cluster with a route to one drafter. The general drafter `incumbent`, given as folder or hub id,
+    serves clusters without a route, and clusters whose drafter has left the server.
+
+    Raises DownloadError if the server does not answer, or if the result is `incumbent` and the server has not loaded
     it."""
     name = route_of(deployment, cluster)
     drafter = deployment.members().get(name) if name else None
@@ -33,11 +35,11 @@ def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, 
 
 
 def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, dict[str, str]]:
-    """Separates the drafter that serves a cluster (group of similar requests) from all other drafters on the server.
-    Returns (folder or id of the serving drafter, {name on the server: folder or id} of the others).
+    """Lists the drafters on the server that do not serve this cluster (group of similar requests). Returns (folder or
+    hub id of the drafter that serves it, {name on the server: folder or hub id} of the others).
 
-    `incumbent`: folder or id of the drafter that serves clusters without a route. Raises DownloadError if the server
-    does not answer, cannot route the cluster, or serves it with `incumbent` and has not loaded that."""
+    `incumbent`: folder or hub id of the drafter that serves clusters without a route. Raises DownloadError if the
+    server does not answer, cannot route the cluster, or has not loaded the serving drafter."""
     deployment.pinned(cluster)
     name, drafter = serving(deployment, cluster, incumbent)
     return drafter, {member: made_from for member, made_from in deployment.members().items() if member != name}
@@ -51,22 +53,19 @@ def scores(
     fired_at: int,
     current: float,
 ) -> dict[str, float] | None:
-    """Predicts the acceptance length that other drafters on the server would have on this cluster (group of similar
-    requests). Returns {drafter's name: acceptance length}, only for drafters that passed the gate, which compares them
-    with the serving drafter on stored requests.
+    """Predicts the acceptance length that each other drafter on the server would have on this cluster (group of similar
+    requests). The gate has compared these drafters with the serving one on stored requests. A prediction is `current`
+    times the ratio of acceptance lengths that the gate measured (other drafter / serving drafter).
 
-    The prediction is `current` times the ratio of acceptance lengths that the gate measured (other drafter / serving
-    drafter).
+    Returns {drafter's name: acceptance length} of the drafters that passed the gate; {} if the server has no other
+    drafter or cannot route the cluster. Returns None if the server does not answer, or if the gate must run first,
+    because `scored` is missing or older than the alarm.
 
     - `current`: present acceptance length of the serving drafter.
     - `scored`: latest results of the gate, {"hour": hour of the comparison, "members": {drafter's name: verdict as
       JSON}}.
     - `fired_at`: hour of the alarm that needs the prediction.
-    - `incumbent`: folder or id of the drafter that serves clusters without a route.
-
-    Returns {} if the server has no other drafter or cannot route the cluster. Returns None if no prediction is possible
-    yet: the server does not answer, or `scored` is missing or older than the alarm. In the latter case the gate must
-    run again."""
+    - `incumbent`: folder or hub id of the drafter that serves clusters without a route."""
     try:
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:

@@ -39,8 +39,8 @@ LEAST_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Observations and decision of the policy for one hour. `seen`: cluster (group of similar requests) -> its
-    requests, tokens, acceptance length and alarm state in this hour.
+    """Observations and decision of the policy for one hour. `seen` has the observations of each cluster (group of
+    similar requests), by cluster name: its requests, tokens, acceptance length and alarm state in this hour.
 
     `mix`: three values about the cluster mix (each cluster's share of the traffic):
     - "state": state of the alarm about the mix: "learning", "calm", "raised" or "held" (confirmed).
@@ -126,8 +126,8 @@ class SeasonalPolicy:
 
     @property
     def tracked(self) -> list[str]:
-        """Names of the clusters with separate statistics, at most `max_clusters`; all other clusters are counted
-        together as "other". Returns [] while there are no others."""
+        """Names of the clusters that have separate statistics, at most `max_clusters`. All other clusters share the
+        statistics named "other". Returns [] if every cluster has separate statistics."""
         return [name for name in self.clusters if name != OTHER] if OTHER in self.clusters else []
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
@@ -166,9 +166,10 @@ class SeasonalPolicy:
         return Line(number, self._observed(grouped), mix, decision, notes, raised)
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
-        """Record that a training ended in hour `number` (since 1970). The policy may choose other actions again.
+        """Record that a training ended in hour `number` (since 1970), so that the policy decides on new actions again.
         `clusters`: clusters that the new drafter serves from now on; empty if it was rejected. `hours`: core- or
-        GPU-hours of the training, from now on the expected cost of later ones; None keeps the earlier expectation."""
+        GPU-hours that the training took. Later trainings are expected to take the same; None leaves the expectation
+        unchanged."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)

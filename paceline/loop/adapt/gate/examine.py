@@ -68,10 +68,10 @@ def examine(
     """Decides whether the drafter in the folder `candidate` may replace the incumbent (the drafter that serves now).
     Compares the tokens/s that both would have had on the requests stored in the folder `traces`.
 
-    To pass, the candidate must be faster on the requests of all clusters whose acceptance fell, taken together. It must
-    not lose too much on a single one of these clusters or on other requests. If it is faster but loses too much, blends
-    (averages of its weights and the incumbent's) are written next to it and judged instead; `config.shares` lists the
-    candidate's share in each blend.
+    The candidate must be faster on the clusters whose acceptance fell (`config.clusters`), taken together. It must not
+    lose too much on any single cluster, or on out-of-domain answers. If it is faster but loses too much, blends are
+    judged in its place: averages of its weights and the incumbent's, written next to it. `config.shares` lists the
+    weight of the candidate in each blend.
 
     Raises ConfigError if `traces` has no usable requests, and the errors of loading the target `engine.model`."""
     usual, source = usual_settings(engine.model, config.temperature)
@@ -248,7 +248,7 @@ def _fastest_draft(llm: LLM, drafter: Drafter) -> float:
 
 
 def alike(one_s: float, other_s: float) -> tuple[float, float]:
-    """Removes measurement noise from a comparison of two drafting times (seconds per round). Returns their mean for
-    both if they differ by at most 10% of it, else both unchanged."""
+    """Removes measurement noise from a comparison of two drafting times, in seconds per round. If they differ by at
+    most 10% of their mean, returns the mean for both; else returns both unchanged."""
     mean = (one_s + other_s) / 2
     return (mean, mean) if abs(one_s - other_s) <= LEAST_DIFFERENCE * mean else (one_s, other_s)

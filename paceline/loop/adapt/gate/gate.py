@@ -32,8 +32,8 @@ NUM_DRAWS = 2000
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds that the two parts of a round take: the target's forward pass (`passes`, by number of verified
-    positions), and drafting, with the incumbent and with the candidate."""
+    """Seconds of the two parts of a round: the target's forward pass, and drafting. `passes`: time of the forward pass,
+    by number of verified positions. `incumbent_s`, `candidate_s`: drafting time with each of the two drafters."""
 
     passes: PassCosts
     incumbent_s: float = 0.0
@@ -54,11 +54,11 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Relative gain of the candidate's tokens/s over the incumbent's on one set of requests (0.1: 10% faster), with its
-    confidence interval from `low` to `high`.
+    """Relative gain of the candidate's tokens/s over the incumbent's on one set of requests (0.1: 10% faster). `low`
+    and `high` are the ends of its confidence interval.
 
-    It is a 95% interval for the set that joins all clusters whose acceptance fell. All other sets are tested together,
-    so their intervals are wider: with 95% probability all of them contain the true gains."""
+    The interval is a 95% interval for the main set: the requests of all clusters whose acceptance fell. The other sets
+    are tested together, so their intervals are wider: with 95% probability all of these contain the true gains."""
 
     requests: int
     incumbent: float
@@ -73,9 +73,9 @@ class Gain:
 class Verdict:
     """Result of the gate, which compares a candidate drafter with the one that serves now: whether the candidate
     passed, why, and its gains in tokens/s. `gains` has one entry for each set of requests:
-    - "drifted": the requests of all clusters whose acceptance fell.
-    - "cluster NAME": the requests of one other cluster. If acceptance fell in several clusters, each of these has an
-      entry, too.
+    - "drifted": the requests of all clusters whose acceptance fell, together.
+    - "cluster NAME": the requests of one cluster. If acceptance fell in one cluster only, that one has no such entry,
+      because "drifted" is the same set.
     - "ood": out-of-domain answers."""
 
     passed: bool
@@ -114,9 +114,9 @@ def judge(
     """Decides whether the candidate may replace the incumbent, from the rounds that both need for the same requests.
     The candidate must be faster on `drifted`, and must not lose too much on any other set.
 
-    - `drifted`: requests of all clusters whose acceptance fell.
-    - `elsewhere`: name -> requests of one other cluster. If acceptance fell in several clusters, it contains each of
-      these, too.
+    - `drifted`: requests of all clusters whose acceptance fell, together.
+    - `elsewhere`: name -> requests of one cluster. If acceptance fell in one cluster only, that one is left out,
+      because `drifted` is the same set.
     - `ood`: out-of-domain answers.
     - `times`: seconds of one round with each drafter.
     - `config`: limits [default: those of CandidateConfig].
@@ -164,8 +164,8 @@ def lost_elsewhere(gains: Mapping[str, Gain], config: CandidateConfig) -> Verdic
 
 
 def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS, num_sets: int = 1) -> Gain:
-    """Computes the candidate's gain in tokens/s over the incumbent's, with a confidence interval: a bootstrap of
-    `num_draws` samples of requests, the same samples for both drafters.
+    """Computes the candidate's gain in tokens/s over the incumbent's, with a bootstrap confidence interval. Each of the
+    `num_draws` bootstrap samples takes the same requests for both drafters.
 
     `num_sets`: number of request sets that are tested together. With 1 the result has a 95% interval. With more the
     interval is wider, so that with 95% probability the intervals of all sets contain the true gains."""

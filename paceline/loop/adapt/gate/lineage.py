@@ -43,8 +43,9 @@ class Lineage:
 
     def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
         """Add an entry for one drafter. `drafter`: its folder; `parents`: the drafters that it was trained from;
-        `state`: such as "serving", "refused" or "rolled back"; `figures`: further JSON fields of the entry. Raises
-        CacheError if lineage.json cannot be written, ConfigError if it is damaged."""
+        `state`: such as "serving", "refused" or "rolled back". Further keyword arguments (`figures`), such as `reason`,
+        become further JSON fields of the entry. Raises CacheError if lineage.json cannot be written, ConfigError if it
+        is damaged."""
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:

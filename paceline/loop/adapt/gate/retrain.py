@@ -61,9 +61,9 @@ def write_window(
     [since, until), counted from 1970. It has one answer per prompt, and leaves out the held-out prompts, which are
     reserved for judging drafters. `paceline train --answers` reads the folder.
 
-    `tracked`: clusters that stay separate; all others are one cluster named "other" (empty: every cluster stays
-    separate). Raises ConfigError if there are fewer than 50 answers (LEAST_ANSWERS), CacheError if the folder cannot be
-    written."""
+    `tracked`: names of the clusters that stay separate. All other clusters then form one cluster, whose name in
+    `clusters` is "other". If `tracked` is empty, every cluster stays separate. Raises ConfigError if there are fewer
+    than 50 answers (LEAST_ANSWERS), CacheError if the folder cannot be written."""
     requests = [
         request
         for cluster in (None if name == ALL else name for name in clusters)
@@ -166,8 +166,8 @@ def train_command(
     """Builds the command that trains a copy of the drafter `incumbent` on the answers in the folder `window`. It runs
     the user's `config.train_command` if that is set, else `paceline train`. `out`: folder of the training run.
 
-    `draft_vocab`: number of tokens that the new drafter can draft. With None `paceline train` starts from the
-    incumbent's draft vocabulary; for a DFlash drafter it adds the tokens of the answers in `window`."""
+    `draft_vocab`: size of the new drafter's draft vocabulary (the tokens that it can draft). With None `paceline train`
+    takes the incumbent's draft vocabulary; in a DFlash drafter it then adds the tokens of the answers to it."""
     if config.train_command is not None:
         values = hook_environment(window, out, incumbent, learning_rate, engine, config)
         values["PACELINE_DRAFT_VOCAB"] = "" if draft_vocab is None else str(draft_vocab)
@@ -223,7 +223,8 @@ def paceline_command(words: Sequence[object], options: Mapping[str, Any]) -> lis
 
 def verdict_of(job: Output, status: int) -> dict[str, Any]:
     """Returns the verdict of a finished gate job (`paceline adapt gate`): the JSON object that it printed. If it
-    printed no valid verdict, returns that of `unjudged`, with the job's exit `status` and last error line as reason."""
+    printed no valid verdict, returns one that says that the candidate could not be judged. The reason then names the
+    job's exit `status` and last error line."""
     try:
         verdict = json.loads(job.last_line)
     except ValueError:
@@ -311,14 +312,14 @@ class Job(Output):
             return process
 
     def poll(self) -> int | None:
-        """Returns the command's exit status; None while it waits or runs. A command waits while an earlier job with the
-        same output files runs. This method starts it once that job has ended."""
+        """Returns the command's exit status; None while it waits or runs. The command waits while an earlier job with
+        the same output files runs. Once that job has ended, the next `poll` starts the command."""
         self._process = self._process or self._started()
         return self._process.poll() if self._process else None
 
     def stop(self) -> None:
-        """Terminate the command with its child processes. If it waits, terminate the earlier job that it waits for. A
-        training that is started again resumes from its checkpoint."""
+        """Terminate the command with its child processes. If the command is still waiting for an earlier job, terminate
+        that job instead. A stopped training can be started again, and then resumes from its checkpoint."""
         if self._process is None:
             with self._lock.open("a+") as lock, contextlib.suppress(ValueError, ProcessLookupError):
                 if not _takes(lock):

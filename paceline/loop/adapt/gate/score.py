@@ -107,8 +107,8 @@ class Scorer:
         Returns the results in the order of `requests`. Raises ConfigError in three cases:
         - A request is longer than the KV cache.
         - A request has tokens outside the target's vocabulary.
-        - An answer was sampled, its seed is unknown or the rule compares probabilities, and the drafter is not a DFlash
-          drafter."""
+        - The drafter cannot be scored on a sampled (not greedy) answer. A drafter other than DFlash needs the seed of
+          the answer, and a verification rule that does not compare probabilities."""
         scored: list[Scored] = []
         size = self._target.cache.num_rows
         for begin in range(0, len(requests), size):

@@ -43,8 +43,8 @@ class Canary:
     before_variances: dict[str, float] = field(default_factory=dict)
 
     def read(self, now: float) -> Counts:
-        """Read the counters of all servers at `now` (seconds since 1970); returns their sums. If the field `counted` is
-        not None, also adds the reading to its hourly sums."""
+        """Read the counters of all servers at `now` (seconds since 1970); returns their sums. Also adds the reading to
+        the hourly sums in the field `counted`, unless that is None."""
         counts = self.deployment.counts()
         if self.counted:
             self.counted.read(now, counts)
@@ -147,8 +147,8 @@ class Canary:
         - "unproven": roll it back, because it could not be judged.
         - "gone": the drafter has left the server, so there is nothing to roll back.
 
-        With too little traffic the result is "unproven", or "kept" if `config.unproven` is "keep" or a user loaded the
-        drafter."""
+        If the traffic was too little to judge the drafter, the result is "kept" if a user loaded it by hand or
+        `config.unproven` is "keep". Otherwise it is "unproven"."""
         counts = self.read(now)
         if not self.deployment.is_well():
             return "unproven", "the server is not well"
@@ -190,9 +190,9 @@ class Canary:
         self._set_known(stage.member, self.deployment.members().get(stage.member))
 
     def forget(self, stage: Stage) -> None:
-        """Stop watching the drafter of `stage`, which has left the server. The stage's changes can no longer be
-        rolled back. If the server has another, unknown drafter under this name, the next `look` begins the trial of
-        that one."""
+        """Stop watching the drafter of `stage`, after `judge` found that it has left the server ("gone"). The stage's
+        changes can no longer be rolled back. If the server has an unknown drafter under the same name, the next `look`
+        begins a trial of it."""
         before = next((change[2] for change in stage.undo if change[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self.readings.clear()

@@ -43,23 +43,23 @@ def fall(
     chance explains (3.5 standard errors). If so, returns a message such as "2.71 tokens a round, 3.02 before"; else
     None.
 
-    `log_variance`: squared standard error of log(now / before). `source`: words to insert after "tokens a round".
-    `where`: words to use in place of "before"."""
+    `log_variance`: squared standard error of log(now / before). `source`, `where`: words for the message. `source`
+    follows "tokens a round", `where` replaces "before"."""
     is_less = now < (1 - most) * before and math.log(before / now) > FALL_ERRORS * math.sqrt(log_variance)
     return f"{now:.2f} tokens a round{source}, {before:.2f} {where}" if is_less else None
 
 
 def variance_of_readings(sums: Sums, requests: float) -> float:
-    """Squared standard error of the log of an acceptance length that was computed from readings of a server's counters.
-    `sums`: sums over the intervals between readings, with each interval counted as one request. `requests`: number of
-    requests that really ended in these intervals."""
+    """Squared standard error of the log of an acceptance length from a server's counters. These show only the sums of
+    all requests between two readings. `sums`: sums over the intervals between readings; each interval counts as one
+    request. `requests`: number of requests that ended in all intervals together."""
     return sums.log_variance_of(max(requests / max(sums.requests, 1), 1.0))
 
 
 def more_failures(before: Failures, now: Failures, most: float, where: str = "before") -> str | None:
     """Tests if the share of failed requests (0 to 1) rose by more than `most`, and by more than chance explains. If so,
     returns a message with both shares; else None. Always returns None if `now` has fewer than 20 requests or 3
-    failures. `where`: words for the message that say where or when `before` was measured."""
+    failures. `where`: words for the message that describe `before`, such as "before" or "on the other servers"."""
     if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
         return None
     if chance_of(before, now) >= LEVEL:

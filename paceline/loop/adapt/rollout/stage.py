@@ -131,8 +131,8 @@ class Stage:
         return now - self.began - self.skew
 
     def pause(self, now: float) -> None:
-        """In the step "training", add the time since its start to the field `used`, so that a restarted daemon knows
-        how long the training has run. Has no effect in other steps. `now`: seconds since 1970."""
+        """If the current step is "training", add the seconds since its start to the field `used`. A restarted daemon
+        then knows how long the training has run. Has no effect in other steps. `now`: seconds since 1970."""
         if self.name == "training":
             self.used += max(self.lasted(now), 0.0)
             self.began, self.skew = now, 0.0
@@ -158,12 +158,12 @@ class Stage:
         self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
     def begin_probation(self, traces: Path, earlier: Sequence[Counts], counts: Counts, now: float) -> None:
-        """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970. First computes the
-        baseline, with which the trial period is compared: how the server did before.
+        """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970. Also stores how the
+        server did before, as the baseline for the trial:
+        - Acceptance length of each cluster, from the traces of the last 24 hours in the folder `traces`.
+        - Acceptance length, time per round and failures of the whole server, from its counters.
 
-        The baseline of each cluster's acceptance length comes from the traces of the last 24 hours in the folder
-        `traces`. That of the whole server's acceptance length, time per round and failures comes from the counters.
-        `earlier`: earlier readings of these, oldest first; `counts`: the reading at `now`."""
+        `earlier`: readings of the counters before `now`, oldest first; `counts`: the reading at `now`."""
         first = earlier[0] if earlier else counts
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
@@ -176,11 +176,13 @@ class Stage:
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float, apart: tuple[Counts, Counts] | None = None) -> None:
-        """Begin the trial period of a new drafter (probation) at `now`, in seconds since 1970, and store the counters
-        at its start. Keeps the baseline that `begin_probation` has computed.
+        """Set the start of a new drafter's trial period (probation) to `now`, in seconds since 1970. Stores the
+        counters at this time, so that only later requests and rounds count for the trial. Leaves the baseline from
+        `begin_probation` unchanged.
 
-        `counts`: sum of all servers' counters. `apart`: only with several servers, and then stored in place of
-        `counts`: (counters of the first server, which has the new drafter; sum of the other servers' counters)."""
+        `counts`: sum of all servers' counters. `apart`: None with one server. With several servers it is stored in
+        place of `counts`: (counters of the first server, which has the new drafter; sum of the other servers'
+        counters)."""
         self.name, self.began, self.skew = "probation", now, 0.0
         self.counted = self.seen = list(astuple(apart[0] if apart else counts))
         self.others = self.others_seen = list(astuple(apart[1])) if apart else []
@@ -258,11 +260,12 @@ class Stage:
         """Checks at `now` (seconds since 1970) if the trial period can end. To be called after `fault` has found
         nothing. `drafts`: total rounds in which this stage's drafter has drafted; None if the server does not count
         rounds by drafter. Returns:
-        - "proven": `config.probation_minutes` have passed, with at least 200 rounds.
-        - "unproven": `config.most_probation_hours` have passed, with fewer than 200 rounds. Also in place of "proven"
-          if acceptance length could not be compared: the clock was set back, and the whole server's earlier value is
-          unknown.
-        - None: the trial continues."""
+        - "proven": the trial has lasted `config.probation_minutes`, and had at least 200 rounds.
+        - "unproven": the trial has lasted `config.most_probation_hours`, but had fewer than 200 rounds.
+        - None: the trial continues.
+
+        A trial with enough rounds is also "unproven" if acceptance length could not be compared: the clock was set
+        back, and the whole server's acceptance length before the trial is unknown."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:
@@ -274,9 +277,10 @@ class Stage:
         failures, clearly longer rounds or a clearly lower acceptance length; else None. `counts`: the server's counters
         at `now`, in seconds since 1970; `config` sets the limits.
 
-        Acceptance length comes from the files in `traces` if these have at least 200 rounds of the trial period. It is
-        then compared with the earlier values of the same clusters. Otherwise it comes from the counters, for the whole
-        server. If the clock was set back, both are compared, since traces may be missing."""
+        If the folder `traces` has at least 200 rounds of the trial period, the acceptance length in these traces is
+        compared with the earlier values of the same clusters. Otherwise the acceptance length in the counters is
+        compared with the whole server's earlier value. If the clock was set back, traces may be missing; both are then
+        compared."""
         then = Counts(*self.counted) + (Counts(*self.others) if self.others else Counts())
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):

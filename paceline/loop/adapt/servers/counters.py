@@ -51,8 +51,8 @@ LEAST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counters of a server: totals since its start, from its metrics; for several servers their sums. `rounds` counts
-    the rounds of each request, `steps` those of the whole batch; `busy_s` is the time of these in seconds."""
+    """Counters from a server's metrics: totals since its start; for several servers, their sums. One round of a batch
+    of n requests adds n to `rounds` and 1 to `steps`. `busy_s`: total seconds of the rounds counted in `steps`."""
 
     tokens: float = 0.0
     rounds: float = 0.0
@@ -146,8 +146,8 @@ class Meters:
         and for incomplete metrics.
 
         Raises DownloadError, after reading all servers, if a needed server does not answer or no server's metrics can
-        be used. Raises DeployError at once if a needed server refuses the request, or if its metrics do not fit
-        `model`: they are of other models only, or of several while `model` is None."""
+        be used. Raises DeployError at once if a needed server refuses the request or has metrics of other models only.
+        Also raises it if a needed server has several models and `model` is None."""
         pages, errors, away = dict[str, dict[str, dict[str, float]]](), list[DownloadError](), list[DownloadError]()
         for client in clients:
             is_needed = needed is None or client.url in needed
@@ -273,11 +273,13 @@ def drafts_of(client: Client, member: str) -> float | None:
 
 
 def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Reads a server's metrics page; returns {engine: {metric: value}}. Values of one metric with different labels are
-    added up; acceptance lengths and rates of SGLang are averaged. `model`: count only this served model.
+    """Reads a server's metrics page; returns {engine: {metric: value}}. An engine is a model instance of the server. If
+    a metric occurs with different labels, its values are added up; acceptance lengths and rates of SGLang are averaged.
+    `model`: count only this served model.
 
-    `by`: names of labels. Each value of these labels also gets a separate sum, under the key METRIC{VALUE}. The label
-    `finished_reason` is always among them.
+    `by`: names of labels. The values of a metric that has one of these labels are also summed separately for each value
+    of the label, under keys such as "vllm:request_success_total{error}". The label `finished_reason` is always
+    included.
 
     Raises DownloadError if the server does not answer or the page has no known metric. Raises DeployError if the server
     refuses the request or has metrics of other models only. Also raises it if there are several models and `model` is

@@ -36,9 +36,9 @@ class Deployment(ABC):
 
     @abstractmethod
     def members(self) -> dict[str, str]:
-        """Returns the drafters on the server, as {name on the server: folder or model name}. All vLLM or SGLang servers
-        together have one drafter, named "drafter". If a user has loaded another one on such a server by hand, it has an
-        entry under the server's address, provided that the server reports it."""
+        """Returns the drafters on the server, as {name on the server: folder or model name}. On vLLM and SGLang servers
+        all share one drafter, named "drafter". If a user has loaded another drafter on one of them by hand, and the
+        server reports it, it is listed under the server's address."""
 
     @abstractmethod
     def place_of(self, drafter: str) -> str:
@@ -55,11 +55,11 @@ class Deployment(ABC):
         """Load the drafter in `folder` under `name`, in place of a drafter of this name. With several servers only the
         first one loads it.
 
-        `save_undo`: function of the caller that writes the field `undo` to disk. It is called before the server gets
-        the request, when `undo` contains what `roll_back` needs. If it raises an error, nothing is loaded.
+        `save_undo`: function of the caller that writes the field `undo` to disk, so that a restarted daemon can roll
+        back. It is called before the server gets the request. If it raises an error, nothing is loaded.
 
-        After an UnreachableError it is unknown which drafter the server has. After any other error it has the earlier
-        one, unless this call was a retry."""
+        After an UnreachableError it is unknown which drafter the server has: the call may be repeated. After any other
+        error of a first call the server has its earlier drafter."""
 
     def load_others(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
         """Load the drafter on the remaining servers, one after the other, after `load` on the first one. `save_undo` is
@@ -88,9 +88,9 @@ class Deployment(ABC):
         return self.meters.read(self._clients, self.config.served_name, {client.url for client in self._needed()})
 
     def counts_apart(self) -> tuple[Counts, Counts] | None:
-        """Returns the counters at the latest reading, separated for a comparison: (counts of the server with the
-        drafter on trial, counts of all other servers together). Without a trial the first of the two is the first
-        server. Returns None if there are no other servers."""
+        """Returns the counters at the latest reading, to compare two drafters: (counts of the servers that have the
+        drafter on trial, counts of all other servers together). Without a trial the first server takes the place of
+        those on trial. Returns None if there are no other servers."""
         return None
 
     def drafts(self, name: str) -> float | None:

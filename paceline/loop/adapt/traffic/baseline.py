@@ -79,15 +79,15 @@ class Seasonal:
         return level + float(values[day, of_day]), variance + float(variances[day, of_day])
 
     def shared_variance(self, hour: int) -> float:
-        """Returns the part of the prediction's variance that all hours of one day share, so that a mean over the day
-        does not reduce it: the variances of the level and of the day of the week. `hour`: any hour of the day, counted
-        from 1970."""
+        """Returns the part of the prediction's variance that all hours of one day have in common: the variances of the
+        level and of the day of the week. Averaging over the hours of a day does not reduce this part. `hour`: any hour
+        of the day, counted from 1970."""
         _, variance, _, _, days = self._fit or self._fitted()
         return variance + float(days[day_and_hour(hour)[0], 0])
 
     def shift(self, by: float) -> None:
-        """Move the usual level by `by` (difference of log acceptance length), as if all earlier observations had been
-        higher by it."""
+        """Move the usual level by `by` (difference of log acceptance length), for example to the level of a new
+        drafter. The usual differences between hours stay the same."""
         self._sums += self._weights * by
         self._fit = None
 

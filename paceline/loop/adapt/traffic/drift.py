@@ -123,8 +123,8 @@ class Series:
         self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
-        """Must be called at the end of every hour, with or without traffic. While there is an alarm (drop below the
-        usual course), decides at the end of each day since it was raised if it continues, is confirmed, or ends."""
+        """Must be called at the end of every hour, with or without traffic. If an alarm has fired (drop below the usual
+        course), checks it every 24 hours from then on: the alarm continues, is confirmed, or ends."""
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._num_days:
             return
         self._num_days = (hour + 1 - self.raised_at) // DAY
@@ -155,7 +155,7 @@ class Series:
         return "lasts" if self.loss >= self.config.least_loss else "undecided"
 
     def end_alarm(self) -> None:
-        """End the alarm. The hours since it was raised are then learned as usual hours, too."""
+        """End the alarm. The hours since it fired were excluded from the usual course; they are now added to it."""
         for residual in self.evidence:
             self._learn(residual.hour, residual.raw, residual.raw_variance)
         self._calm()
@@ -176,8 +176,9 @@ class Series:
         return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
-        """Estimate the usual daily and weekly course anew from `hours`, and end any alarm. Each element is (hour since
-        1970, log acceptance length or a similar value, its squared standard error)."""
+        """Estimate the usual daily and weekly course anew from `hours`, for a series whose earlier values have been
+        recomputed. Also ends any alarm. Each element is (hour since 1970, value of the series, squared standard error
+        of the value)."""
         self.season = Seasonal()
         for hour, value, variance in hours:
             self._learn(hour, value, variance)

@@ -76,9 +76,9 @@ class Sums:
         return self.log_variance_of(1.0)
 
     def log_variance_of(self, requests_each: float) -> float:
-        """Like `log_variance`, for sums in which a group of requests counts as one, such as all requests between two
-        readings of a server's counters. `requests_each`: mean number of requests in a group. Requests are assumed to be
-        independent."""
+        """Like `log_variance`, but for sums in which each counted request is really a group of requests, such as all
+        requests between two readings of a server's counters. `requests_each`: mean number of requests in a group.
+        Requests are assumed to be independent."""
         if not self.requests or self.tokens <= 0:
             return math.inf
         ratio, mean = self.tokens_per_round, self.tokens / self.requests

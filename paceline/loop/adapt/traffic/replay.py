@@ -170,7 +170,8 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
       maximum.
     - "decision_periods": days from the onset of the drift to the training of the serving drafter.
 
-    These days are averaged over the replays in which the alarm or the training happened; None if it never happened."""
+    The keys that end in "_periods" cover only replays with this alarm or training; they are None if no replay has
+    one."""
     per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
     detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
     decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]

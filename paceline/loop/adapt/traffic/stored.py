@@ -111,9 +111,8 @@ def read_requests(
       has.
     - `tracked`: clusters that stay separate; all others are read as one cluster named "other" (empty: every cluster
       stays separate).
-    - `usual`: the server's default sampling settings, such as {"temperature": 0.6}, for requests whose trace has no
-      temperature.
-    - `exact`: True leaves out requests whose temperature is unknown because both trace and `usual` lack it. False
+    - `usual`: sampling settings to assume for requests whose trace has no temperature, such as {"temperature": 0.6}.
+    - `exact`: matters only for requests whose trace has no temperature, if `usual` is None. True leaves them out. False
       returns them, but they can only be used for training."""
     check_tags(folder, tags)
     requests: list[Request] = []
@@ -145,8 +144,8 @@ def read_requests(
 
 def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
     """Converts the `sampling` column of a trace to sampling settings. `text`: JSON with the settings that differ from
-    the defaults; None if all are defaults. `usual`: defaults of another server, which override paceline's. Raises
-    ValueError or a PacelineError if the JSON is invalid."""
+    the defaults; None if all are defaults. `usual`: defaults to use in place of paceline's, for traces of another
+    server. Raises ValueError or a PacelineError if the JSON is invalid."""
     values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {int(token): float(number) for token, number in bias.items()}

@@ -45,11 +45,11 @@ Curve = Callable[[int], float]
 
 @dataclass(slots=True)
 class Source:
-    """One cluster (group of similar requests) of synthetic traffic. `rate`: mean requests per hour. `curve`, `place`
-    and `bend` are functions of the hours since the start.
+    """One cluster (group of similar requests) of synthetic traffic. `rate`: mean requests per hour. The fields `curve`,
+    `place` and `bend` are functions: they get the number of hours since the start, and return the value in this hour.
 
     Content is modelled as a position on a line, which `place` returns. The training data of a drafter have a position
-    on the same line. The farther the content is from it, the fewer drafts are accepted."""
+    on the same line. The farther the content is from the training data, the fewer drafts are accepted."""
 
     name: str
     rate: float
@@ -154,8 +154,9 @@ class World:
                 self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
-        """Simulates training the general drafter, which serves clusters without one of their own, on the traffic of
-        hours [begin, end). Returns {cluster: how well the trained drafter fits it}, and changes nothing.
+        """Computes the result of training the general drafter on the traffic of hours [begin, end). The general drafter
+        serves all clusters that have no drafter of their own. Returns {cluster: how well the trained drafter fits it}.
+        The trained drafter serves only after the caller has stored this result in the field `knowledge`.
 
         `with_replay`: True trains on general answers, too: no cluster's fit then falls below 97% of its present value.
         False makes the drafter forget clusters with little traffic in these hours."""

@@ -64,8 +64,9 @@ OURS = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Settings with which to start a vLLM or SGLang server. Raises ConfigError if `words` contains an option that
-    paceline sets itself, or if `model` or `drafter` is built into paceline, which these engines cannot read."""
+    """Settings with which to start a vLLM or SGLang server. Raises ConfigError if `words` (further options of the
+    engine) contains an option that paceline sets itself. Also raises it if `model` or `drafter` is built into paceline,
+    since these engines cannot read built-in models."""
 
     engine: str
     """vllm or sglang."""

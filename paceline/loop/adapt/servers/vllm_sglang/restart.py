@@ -177,8 +177,8 @@ class VllmServers(_Restarted):
     """vLLM servers with one drafter each. Three options choose how a server gets a new drafter:
     - `hot_swap`: the running server loads the draft weights from a folder.
     - `publish`: a command sends the draft weights to the running server.
-    - `restart`: a command restarts the server with the new drafter. If one of the other options is given, too, it is
-      used only for servers that do not accept the weights.
+    - `restart`: a command restarts the server with the new drafter. Together with `hot_swap` or `publish`, it is used
+      only for servers that do not accept the weights while they run.
 
     With `hot_swap` each server reports its drafter. A drafter that a user loaded by hand is then detected, and listed
     under its server's address."""
@@ -273,9 +273,9 @@ class VllmServers(_Restarted):
 
 
 class SglangServers(_Restarted):
-    """SGLang servers with one drafter each. If the option `draft_field` is set, a running server loads new draft
-    weights from disk. The option is the name of the request field that marks weights as the drafter's. Without it a
-    server is restarted to get a new drafter."""
+    """SGLang servers with one drafter each. With the option `draft_field`, a running server loads new draft weights
+    from disk. The option names the request field by which SGLang recognises that the weights are for the drafter, not
+    the target. Without the option, a command restarts the server to give it a new drafter."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.draft_field is None:

@@ -40,7 +40,8 @@ def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
     before it is ready, DownloadError if it is not ready in time.
 
     If acceptance length is clearly lower than in paceline, or cannot be measured, `say` receives a warning. With
-    `config.strict` these are errors instead: DrafterMismatchError and DownloadError."""
+    `config.strict` no warning is given: a lower acceptance length raises DrafterMismatchError, a failed measurement
+    DownloadError."""
     with tempfile.TemporaryDirectory(prefix="paceline-engine-") as scratch:
         given = given_to(start, Path(scratch))
         say(f"{start.drafter} fits {start.model}: {given.method}, {given.num_drafted} drafts a round")
