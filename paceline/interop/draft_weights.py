@@ -102,8 +102,8 @@ class DraftWeights:
         return None
 
     def commit_draft_weights(self) -> float | str:
-        """Overwrite the running drafter's weights with those that were staged. Returns the duration in seconds, or an
-        error message; after an error the weights may be overwritten in part."""
+        """Overwrite the running drafter's weights with those that `stage_draft_weights` has read. Returns the duration
+        in seconds, or an error message; after an error the weights may be overwritten in part."""
         if self._draft_staged is None:
             return "no weights have been read"
         began, (folder, tensors, packed) = time.perf_counter(), self._draft_staged

@@ -76,7 +76,8 @@ class Copied:
 
 class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
     """KV connector that writes each request's hidden states to a file in `shared_storage_path`. Unlike vLLM's example
-    connector, it renames a file once it is complete, writes none outside the folder, and also runs on a CPU."""
+    connector, it gives a file its final name only when the file is complete, writes no file outside the folder, and
+    also runs on a CPU."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError if `shared_storage_path` is missing or cannot be written."""

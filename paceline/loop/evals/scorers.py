@@ -43,7 +43,7 @@ def score_exact(scorer: Row, text: str) -> Verdict:
 
 def score_numeric(scorer: Row, text: str) -> Verdict:
     """Compares the last number in the answer `text` with `scorer["answer"]`. Returns (score, reason): 1.0 and "" if
-    they differ by at most `scorer["tolerance"]`, else 0.0. Commas are ignored: 1,234 is 1234."""
+    they differ by at most `scorer["tolerance"]` [default: 0], else 0.0. Commas are ignored: 1,234 is 1234."""
     numbers = NUMBER.findall(text[-MOST_SCANNED:])
     if not numbers:
         return 0.0, "no number"

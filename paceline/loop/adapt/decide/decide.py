@@ -64,9 +64,9 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """Acceptance length of one customer, compared with the rest of the traffic. A customer is all requests with one
-    tag. A badly served customer may get a separate drafter. The policy leaves a customer out while an alarm about it is
-    active, or while its usual acceptance length is still unknown."""
+    """Acceptance length of one customer, compared with the rest of the traffic. A customer is the sender of all
+    requests with one tag. A badly served customer may get a separate drafter. The policy leaves a customer out while an
+    alarm about it is active, or while its usual acceptance length is unknown."""
 
     cluster: str
     share: float

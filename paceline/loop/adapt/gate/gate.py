@@ -144,8 +144,9 @@ def judge(
 
 
 def worst_of(gains: Mapping[str, Gain], config: CandidateConfig) -> str | None:
-    """Returns the name of the request set on which the candidate loses the most tokens/s, apart from "drifted". Only
-    losses of at least `config.most_loss` that chance does not explain count; returns None if no set has one."""
+    """Returns the name of the request set on which the candidate loses the most tokens/s, apart from "drifted". A loss
+    counts if it is at least `config.most_loss` and chance does not explain it; returns None if no set has such a
+    loss."""
     lost = {
         name: gain.gain
         for name, gain in gains.items()

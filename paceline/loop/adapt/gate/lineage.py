@@ -92,5 +92,6 @@ def weights_hash(folder: Path) -> str | None:
 
 
 def window_hash(keys: Iterable[str]) -> str:
-    """SHA-256 of a training window (the stored answers to train on), from the keys of its requests in any order."""
+    """Returns the SHA-256 of a training window (the stored answers to train on). It is computed from the keys of the
+    window's requests, whose order does not matter."""
     return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()

@@ -36,9 +36,9 @@ class Deployment(ABC):
 
     @abstractmethod
     def members(self) -> dict[str, str]:
-        """Returns the drafters on the server, as {name on the server: folder or model name}. On vLLM and SGLang servers
-        all share one drafter, named "drafter". If a user has loaded another drafter on one of them by hand, and the
-        server reports it, it is listed under the server's address."""
+        """Returns the drafters on the server, as {name on the server: folder or model name}. All vLLM or SGLang servers
+        share one drafter, named "drafter". If a user has loaded another drafter on one of them by hand, and the server
+        reports it, that drafter is listed under the server's address."""
 
     @abstractmethod
     def place_of(self, drafter: str) -> str:
@@ -74,7 +74,7 @@ class Deployment(ABC):
 
     def loaded_by_hand(self, name: str, before: str | None) -> None:
         """Record that a user has loaded a drafter under `name`, so that `roll_back` can undo it. `before`: the earlier
-        drafter of this name, which is restored; None if the name was unused."""
+        drafter of this name, which `roll_back` restores; None if the name was unused."""
 
     def keep(self) -> None:
         """Accept the changes so far: `roll_back` no longer undoes them."""

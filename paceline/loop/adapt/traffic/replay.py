@@ -170,8 +170,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
       maximum.
     - "decision_periods": days from the onset of the drift to the training of the serving drafter.
 
-    The keys that end in "_periods" cover only replays with this alarm or training; they are None if no replay has
-    one."""
+    The keys that end in "_periods" cover only the replays with an alarm or a training; without any they are None."""
     per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
     detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
     decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]

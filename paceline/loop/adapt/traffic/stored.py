@@ -112,8 +112,8 @@ def read_requests(
     - `tracked`: clusters that stay separate; all others are read as one cluster named "other" (empty: every cluster
       stays separate).
     - `usual`: sampling settings to assume for requests whose trace has no temperature, such as {"temperature": 0.6}.
-    - `exact`: matters only for requests whose trace has no temperature, if `usual` is None. True leaves them out. False
-      returns them, but they can only be used for training."""
+    - `exact`: True leaves out requests whose temperature is unknown: it is missing in the trace, and `usual` is None.
+      False returns them, but they can only be used for training."""
     check_tags(folder, tags)
     requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()

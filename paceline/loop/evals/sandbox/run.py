@@ -94,7 +94,8 @@ class Sandbox:
     """Python interpreter for the code [default: this one]."""
 
     def check(self) -> None:
-        """Raises SandboxError if no kind of sandbox works on this machine, unless `unsafe` is set."""
+        """Raises SandboxError if no kind of sandbox works on this machine, unless `unsafe` allows runs without a
+        sandbox."""
         _, refusal = _probed(self)
         if refusal and not self.unsafe:
             raise SandboxError(refusal)
@@ -105,8 +106,8 @@ class Sandbox:
         return _probed(self)[0]
 
     def run(self, code: str) -> Ran:
-        """Runs a program until it ends or exceeds a limit. If no kind of sandbox works, runs it unprotected if `unsafe`
-        is set, else raises SandboxError."""
+        """Runs a program until it ends or exceeds a limit. If no kind of sandbox works on this machine, the program
+        runs unprotected if `unsafe` is True; otherwise raises SandboxError."""
         self.check()
         if self.kind == "none":
             return Ran("passed" if runs(code) else "ended")
