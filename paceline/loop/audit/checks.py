@@ -78,8 +78,9 @@ def sampled(
     (answers with equal sampling settings). `tests`: results of the statistical tests of all groups, from
     `evidence.judged`.
 
-    Two values are used for the report's text only. `false_alarms`: probability that any test finds a fault in an honest
-    server. `tolerance`: rounding error of the mean surprisal, in nats."""
+    The finding also states the smallest deviation that the tests would have detected. Two values are used only for
+    this. `false_alarms`: probability that any test finds a fault in an honest server. `tolerance`: rounding error of
+    the mean surprisal (-log p of a token), in nats."""
     findings = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]
@@ -136,8 +137,8 @@ def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
 
 def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
     """Checks that every token of the server's greedy answers is the local model's most probable one, given the tokens
-    before it. A token whose logit is at most `tie` below the largest is no fault. `num_lost`: number of answers with
-    unknown tokens, for the report."""
+    before it. A token whose logit is at most `tie` below the largest is no fault. `draws`: the answers. `num_lost`:
+    number of further answers whose tokens are unknown, only reported."""
     draws = [draw for draw in draws if draw.tokens]
     if not draws:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
@@ -210,11 +211,11 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 
 
 def stops(tried: Sequence[Stop]) -> Finding:
-    """Checks that the server ends an answer right before a stop string.
+    """Checks that the server ends an answer right before a stop string. `tried`: answers that were requested with one.
 
-    Two errors are faults: an answer contains the stop string, or it ends right before it but its finish reason is not
-    "stop". An answer that differs from `Stop.whole` before the stop string is ignored: it need not reach the stop
-    string."""
+    It is a fault if an answer contains the stop string. It is also a fault if an answer that ends right before the stop
+    string has another finish reason than "stop". An answer that differs from `Stop.whole` earlier is ignored, because
+    it need not reach the stop string."""
     wrong, num_kept = [], 0
     for stop in tried:
         if stop.stop in stop.text:
@@ -235,11 +236,11 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
-    """Checks the token counts that the server reports. An answer longer than requested is a fault, and so is a wrong
-    count of answer tokens, and of prompt tokens if the server received the prompts as token ids.
+    """Checks the token counts that the server reports. Three things are faults: a wrong count of prompt tokens, a wrong
+    count of answer tokens, and an answer longer than requested.
 
-    `is_rendered_there`: True if the server encoded the prompts itself. A wrong count of prompt tokens is then "not
-    judged", because the server may use another tokenizer or chat template."""
+    `is_rendered_there`: True if the server itself converted the prompts to token ids. It may then use another tokenizer
+    or chat template. If a count of prompt tokens differs, the result is therefore "not judged"."""
     reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
     prompts = [usage for usage in reported if usage.prompt_reported != usage.prompt]

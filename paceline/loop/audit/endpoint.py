@@ -58,8 +58,9 @@ class Request:
 
 @dataclass(slots=True)
 class Endpoint:
-    """One model on one server, and how to request answers from it. `kind`, the form in which prompts are sent, and
-    `extras`, the fields added to every request, are set by `determine_form`."""
+    """Requests answers from one model on one server. Servers accept requests in different forms; `determine_form` finds
+    out the form of this one. It sets `kind` ("ids", "text" or "chat", the form of the prompts) and `extras` (fields
+    added to every request)."""
 
     client: Client
     served_name: str
@@ -101,8 +102,8 @@ class Endpoint:
         self.gives_ids = answer is not None and answer.has_ids
 
     def prompt_ids(self, index: int) -> tuple[int, ...]:
-        """Returns the prompt's token ids as the server's model receives them, which depends on the form of the request.
-        `index`: the prompt's index in `prompts`."""
+        """Returns the token ids of the prompt `prompts[index]` as the server's model receives them. If prompts are sent
+        as text, the server encodes them itself, and the ids may differ from those of other forms."""
         prompt = self.prompts[index]
         return prompt.text_ids if self.kind == "text" else prompt.ids
 

@@ -195,12 +195,12 @@ def buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tests_of(group: Group, tolerance: float) -> list[Trial]:
-    """Runs all statistical tests on the answers of a group; returns [] without known tokens. `is_fault` of the results
-    is not set yet, see `judged`.
+    """Runs all statistical tests on the answers of a group; returns [] without known tokens. Does not yet decide which
+    results are faults: `judged` does that.
 
-    The tests: surprisal (-log p of a token) over all token positions and over ranges of them; frequency of the most
-    probable token and of rare ones; frequency of equal answers. `tolerance`: rounding error of the mean surprisal, in
-    nats."""
+    Three things are tested: the surprisal (-log p of a token), over all token positions and over ranges of them; how
+    often the most probable token and rare ones occur; how often answers are equal. `tolerance`: rounding error of the
+    mean surprisal, in nats."""
     draws = [draw for draw in group.draws if len(draw.tokens)]
     if not draws:
         return []
@@ -223,11 +223,11 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
 
 
 def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
-    """Estimates the smallest shift of the mean surprisal (-log p of a token), in nats, that a test would detect.
+    """Estimates the smallest shift of the mean surprisal (-log p of a token), in nats, that the audit would detect.
 
-    Normal approximation, with the standard error of `test`. `num_tests`: number of all tests of the audit; `tolerance`:
-    rounding error of the mean surprisal, in nats; `false_alarms`: probability that any test finds a fault in an honest
-    server."""
+    Uses a normal approximation, with the standard error of `test`, the result of a surprisal test. `num_tests`: number
+    of all tests of the audit; `tolerance`: rounding error of the mean surprisal, in nats; `false_alarms`: probability
+    that any test finds a fault in an honest server."""
     deviation = (test.high - test.low) / (2 * Z95)
     return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
 
@@ -256,8 +256,8 @@ def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
 
 
 def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:
-    """Runs all statistical tests on all groups of sampled answers, and sets `is_fault` in the results that are too
-    improbable for an honest server.
+    """Runs all statistical tests on all groups of sampled answers, and returns the results. A result that is too
+    improbable for an honest server is marked as a fault (`is_fault`).
 
     `tolerance`: rounding error of the mean surprisal (-log p of a token), in nats. `false_alarms`: probability that any
     test finds a fault in an honest server; each test gets an equal share of it (Bonferroni)."""

@@ -85,7 +85,7 @@ class Auditor:
 
     def ask(self, what: str, requests: Sequence[Request]) -> Answers:
         """Send the requests to the server. Returns (request, answer) pairs in order; the answer is None if its request
-        failed. Adds the token counts to `usage`, except those of requests with a stop string. `what`: name in the
+        failed. Adds the answers' token counts to `usage`, except for requests with a stop string. `what`: text in the
         progress bar."""
         answers: Answers = []
         with self.progress.bar(what, len(requests)) as advance:
@@ -158,9 +158,9 @@ class Auditor:
         return checks.stops(tried)
 
     def seeded(self) -> tuple[Group | None, Finding]:
-        """Request answers with seeds; returns (group of one answer per seed, finding on repeated seeds). The group is
-        None if the server does not support seeds. For the finding, each of the first eight seeds is requested twice
-        more, and these two answers are compared with each other."""
+        """Check whether seeds make the server's answers repeatable. Requests one answer for each of several seeds, then
+        two more for each of the first eight. Returns (group of the first answers, finding on whether the two further
+        ones are equal). The group is None if the server does not support seeds."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         seeds = range(1000, 1000 + min(SEEDED, self.config.answers))

@@ -33,10 +33,11 @@ def logits_of(reader: ForcedReader, prompt_ids: Sequence[int], tokens: Sequence[
 def scores_of(
     logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0
 ) -> Scores:
-    """Computes the `Scores` of one answer of T tokens from the logits that predict them and its sampling settings.
+    """Computes the `Scores` of one answer of T tokens. `logits_TV`: the local model's logits that predict these tokens.
+    `temperature`, `top_p`: the answer's sampling settings.
 
-    `tie`: another token counts as more probable only if its logit is larger by more than this. At temperature 0 only
-    `gap_T` and `logprob_T` are meaningful."""
+    `tie`: another token counts as more probable than the answer's only if its logit is larger by more than this. At
+    temperature 0 only `gap_T` and `logprob_T` are meaningful."""
     rows = max(1, LOGITS // logits_TV.shape[1])
     parts = [
         _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)

@@ -116,14 +116,15 @@ class TeachingConfig:
         )
 
     def num_steps(self, num_answers: int) -> int:
-        """Returns the maximum number of training steps, given the number of answers to train on."""
+        """Returns the maximum number of training steps for this number of answers, from `epochs` and `max_steps`. The
+        time limit `minutes` may end the training earlier."""
         epochs = self.epochs or (MANY_EPOCHS if self.minutes or self.max_steps else DEFAULT_EPOCHS)
         by_epochs = max(1, math.ceil(epochs * num_answers / self.batch_size))
         return min(by_epochs, self.max_steps or by_epochs)
 
     @property
     def together(self) -> int:
-        """Number of answers per forward and backward pass."""
+        """Number of answers per forward and backward pass: the micro-batch or, if it is not set, the batch."""
         return self.micro_batch or self.batch_size
 
 

@@ -21,10 +21,12 @@ USUAL_HELDOUT = 8
 
 
 def corpus_of(config: DistillConfig, sources: Sequence[Path]) -> Corpus:
-    """Reads the answers in `sources`, folders or files, for the distillation `config`. Documents are cut at
-    `max_len` and at the context lengths of teacher and student; at most 4 (A_PROMPT) answers of a prompt are held out.
+    """Reads the answers on which the student is trained, and holds out some of them. `sources`: files or folders of
+    answers. Documents (prompt and answer) are cut at `max_len` and at the context lengths of teacher and student. At
+    most 4 (A_PROMPT) answers to a prompt are held out.
 
-    Raises PromptError if fewer than 6 (LEAST_HELDOUT) prompts are held out, or another model wrote the answers.
+    Raises PromptError if fewer than 6 (LEAST_HELDOUT) different prompts can be held out, or if the answers are not in
+    the teacher's tokens.
     """
     teaching, teacher = config.teaching, resolve(config.teacher.model)
     strict = config.prompting.strict
@@ -45,7 +47,8 @@ def corpus_of(config: DistillConfig, sources: Sequence[Path]) -> Corpus:
 
 
 def few_a_prompt(documents: Iterable[Document], most: int = A_PROMPT) -> list[Document]:
-    """Returns the first `most` documents (prompt and answer) of each prompt, in the order of `documents`."""
+    """Limits the number of answers per prompt: returns the first `most` documents (prompt and answer) of each prompt,
+    in the given order."""
     counts, kept = Counter[str](), list[Document]()
     for document in documents:
         counts[document.prompt] += 1

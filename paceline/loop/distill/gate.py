@@ -71,11 +71,11 @@ def mean_loss(logprobs: Sequence[AnswerLogprobs]) -> float:
 
 
 def agreement(config: GateConfig, inputs: GateInputs) -> Finding:
-    """Gate: the student must choose the same tokens as the teacher, and training must have lowered its loss.
+    """Gate: the student must mostly choose the same tokens as the teacher, and training must have lowered its loss.
 
-    The agreement is the share of positions at which both models have the same most probable token. The low end of its
-    95% interval over prompts must be at least `config.least_agreement`. The student's loss must be lower than before
-    training.
+    The agreement is the share of the answers' token positions at which both models have the same most probable token.
+    The lower end of its 95% confidence interval must be at least `config.least_agreement`. The loss of the finished
+    student must be lower than that of the untrained one.
     """
     counts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # [equal, all] positions of each prompt
     for document, student, teacher in zip(inputs.documents, inputs.student, inputs.teacher, strict=True):
@@ -98,8 +98,9 @@ def agreement(config: GateConfig, inputs: GateInputs) -> Finding:
 def answers(config: GateConfig, inputs: GateInputs) -> Finding:
     """Gate: compares the student's greedy answers with the teacher's answers to the same held-out prompts.
 
-    If at least 90% (MOSTLY) of the teacher's answers are JSON objects, the share of their fields that are equal in the
-    student's answers must be at least `config.least_fields`. Otherwise every student passes.
+    It has a limit only if at least 90% (MOSTLY) of the teacher's answers are JSON objects. Then at least the share
+    `config.least_fields` of the teacher's fields must have the same value in the student's answers. For other answers
+    every student passes.
     """
     documents = few_a_prompt(inputs.documents, 1)[: config.num_answers]
     references = [inputs.llm.tokenizer.decode(each.tokens[each.answer_start :].tolist()) for each in documents]
@@ -123,8 +124,8 @@ def _finding(name: str, passed: bool, reason: str, figures: dict[str, Any]) -> F
 
 
 def own_answers(llm: LLM, documents: Sequence[Document], progress: Progress) -> list[str]:
-    """Returns the student's greedy answers to the documents' prompts, as texts. An answer is at most 32 tokens
-    (MORE_TOKENS) longer than the teacher's."""
+    """Generates the student's greedy answers to the prompts of `documents`; returns their texts in the same order.
+    `llm`: the student. An answer has at most 32 tokens (MORE_TOKENS) more than the teacher's."""
     texts: list[str] = []
     with progress.bar("the student answers", len(documents)) as advance:
         for start in range(0, len(documents), AT_ONCE):
@@ -150,8 +151,8 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def same_fields(text: str, wanted: dict[str, Any]) -> tuple[float, float]:
-    """Returns the number of fields of `wanted` that have an equal value in the JSON object `text`, and the number of
-    all its fields, as floats."""
+    """Compares a JSON answer with the right one. Returns (number of fields of `wanted` that have the same value in
+    `text`, number of all fields of `wanted`). The first number is 0 if `text` is not a JSON object."""
     fields = json_object(text) or {}
     return float(sum(name in fields and fields[name] == value for name, value in wanted.items())), float(len(wanted))
 

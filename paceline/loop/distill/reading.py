@@ -80,19 +80,20 @@ def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[s
 
 
 class Stored:
-    """Files with a teacher's log-probabilities at the tokens of documents' answers. Each file holds the data of 128
-    (AT_ONCE) consecutive documents."""
+    """Files with a teacher's top-k log-probabilities at the answer tokens of documents. They are computed only once,
+    and are read again when a training is resumed. Each file covers 128 (AT_ONCE) consecutive documents."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
 
     def missing(self, documents: Sequence[Document]) -> list[int]:
-        """Returns the starts of the files that do not exist yet: for each file, the index of its first document in
-        `documents`."""
+        """Finds the files that do not exist yet. Returns for each of them the index in `documents` of the first
+        document that it covers."""
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 
     def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:
-        """Computes and writes the files that do not exist yet. Raises CacheError when the disk cannot be written."""
+        """Writes the files that do not exist yet, with log-probabilities that `reader` computes. Raises CacheError when
+        the disk cannot be written."""
         starts = self.missing(documents)
         total = sum(len(documents[start : start + AT_ONCE]) for start in starts)
         with progress.bar("the teacher reads its answers", total) as advance:

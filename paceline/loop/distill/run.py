@@ -69,9 +69,9 @@ class DistillResult:
 def distill(config: DistillConfig, *, judges: Sequence[Judge] = (), progress: Progress = SILENT) -> DistillResult:
     """Distils a teacher model into a smaller student, and accepts the student if it passes every gate (quality check).
 
-    A call with the same `config.out` resumes the run there. An accepted student is in its folder `student`. A student
-    that fails a gate is in the folder `refused`; a student accepted earlier is unchanged. `judges`: further gates,
-    applied after the built-in ones.
+    Calling it again with the same `config.out` resumes the run in that folder. An accepted student is written to the
+    subfolder `student`, a rejected one to `refused`. A rejected student does not replace one that was accepted earlier.
+    `judges`: further gates, applied after the built-in ones.
 
     Raises ConfigError, PromptError (fewer than 12 different prompts), TrainingError (training diverged), CacheError
     (disk cannot be written or read), and ModelNotFoundError, ModelFileError, UnsupportedModelError or DownloadError if

@@ -81,12 +81,12 @@ def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
 
 
 def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Returns the indices, ascending, of the teacher's layers that are copied into the student: `config.keep_layers`,
-    if it is set.
+    """Returns the indices, ascending, of the teacher's layers that are copied into the student.
 
-    Otherwise selects `config.layers` of them [default: two of five]: the most influential ones if `influence` (from
-    `influences`) is given, else evenly spaced ones. `num_layers`: number of the teacher's layers. Raises ConfigError if
-    the teacher does not have the requested layers.
+    These are `config.keep_layers`, if it is set. Otherwise they are `config.layers` layers [default: two fifths of
+    all]. With `influence`, the result of `influences`, the most influential layers are chosen; without it, evenly
+    spaced ones. `num_layers`: number of the teacher's layers. Raises ConfigError if the teacher does not have the
+    requested layers.
     """
     if config.keep_layers:
         if config.keep_layers[-1] >= num_layers:
@@ -102,9 +102,9 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
 
 
 def check_layers(config: StudentConfig, teacher: Path) -> None:
-    """Raises ConfigError if the layers that `config` selects cannot be copied from the model in the folder `teacher`.
-    There are two reasons: it does not have them, or its layers depend on their position, so that none can be left
-    out."""
+    """Checks that the layers that `config` selects can be copied from the teacher. Raises ConfigError in two cases: the
+    model in the folder `teacher` does not have them, or its layers depend on their position, so that none can be left
+    out. Does nothing if the student starts from a smaller model (`config.student`)."""
     if config.student:
         return
     shape = checkpoint.load_config(teacher)
@@ -120,7 +120,8 @@ def write_start(
     config: StudentConfig, teacher: Path, folder: Path, influence: Callable[[], Sequence[float]] | None = None
 ) -> tuple[int, ...]:
     """Writes the untrained student in float32 to `folder`; does nothing if an earlier call has written it. Returns the
-    indices of the teacher's layers copied into it; () if `config.student` names a smaller model.
+    indices of the teacher's layers copied into it. Returns () if the student starts from a smaller model instead
+    (`config.student`).
 
     `influence`: function that computes the influence of the teacher's layers; called only if `config` chooses layers by
     influence. Raises ConfigError if the student does not fit the teacher, and ModelNotFoundError, ModelFileError,
@@ -151,8 +152,8 @@ def write_start(
 
 
 def check_same_words(student: Path, teacher: Path) -> DecoderConfig:
-    """Returns the config of the smaller model in the folder `student`. Raises ConfigError if its vocabulary differs
-    from the teacher's."""
+    """Checks that a student that starts from a smaller model has the teacher's vocabulary; returns the smaller model's
+    config. `student`, `teacher`: folders of the two models. Raises ConfigError if the vocabularies differ."""
     config, teacher_config = checkpoint.load_config(student), checkpoint.load_config(teacher)
     words = [Tokenizer.from_path(each).backend.get_vocab(with_added_tokens=True) for each in (student, teacher)]
     if config.vocab_size != teacher_config.vocab_size or words[0] != words[1]:
@@ -176,7 +177,8 @@ def _selected(tensors: Iterator[tuple[str, Tensor]], layers: Sequence[int]) -> I
 
 
 def num_weights(config: Any) -> tuple[int, int]:
-    """Returns the model's number of weights in its decoder layers, and in all other tensors."""
+    """Returns (number of weights in the decoder layers, number of weights in all other tensors) of a model with this
+    config."""
     sizes: dict[bool, int] = {True: 0, False: 0}
     for name, shape in checkpoint.expected_shapes(config).items():
         sizes[name.startswith("model.layers.")] += math.prod(shape)

@@ -83,8 +83,8 @@ class TrainingResult:
 
 
 class Clock:
-    """Measures the completed share of a training that ends at a time limit or after a number of steps, whichever is
-    first. Training time before a resume counts, too."""
+    """Measures how much of a training is done. The training ends at a time limit or after a number of steps, whichever
+    is first. Time before a resume counts, too."""
 
     def __init__(self, folder: Path, num_steps: int, minutes: float | None) -> None:
         self.num_steps, self.limit_s = num_steps, None if minutes is None else 60.0 * minutes
@@ -98,13 +98,13 @@ class Clock:
 
     @property
     def share(self) -> float:
-        """Completed share of the training, from 0 to 1, by time or by steps: the larger of the two."""
+        """Completed share of the training, from 0 to 1: by time or by steps, whichever is larger."""
         by_time = self.seconds / self.limit_s if self.limit_s else 0.0
         return min(1.0, max(by_time, self.step / max(1, self.num_steps)))
 
     def resume(self, step: int) -> None:
-        """Continues at training step `step`. The training seconds so far are those that `write` stored for this step; 0
-        if it stored none."""
+        """Continues the training at step `step`. The seconds of training so far are read from clock.json, where `write`
+        stored them at this step; 0 without an entry."""
         self.step = step
         self._before = self._times().get(str(step), 0.0)
         self._began = time.monotonic()
@@ -122,8 +122,8 @@ class Clock:
             return json.loads(self._file.read_text(encoding="utf-8"))
 
     def rate(self, _: int = 0) -> float:
-        """Returns the learning rate as a share of the peak: linear warmup, then cosine decay to FLOOR (0.1). Ignores
-        the step that PyTorch's LambdaLR passes."""
+        """Returns the current factor for the peak learning rate: linear warmup, then cosine decay to 0.1 (FLOOR). It
+        follows `share`; the step that PyTorch's LambdaLR passes is ignored."""
         share = self.share
         if share < WARMUP:
             return max(0.01, share / WARMUP)
@@ -131,8 +131,8 @@ class Clock:
 
 
 class Watch(transformers.TrainerCallback):
-    """Trainer callback: saves checkpoints, reports progress, and ends the training at its limit and at SIGTERM. Raises
-    TrainingError if loss or gradient is not finite."""
+    """Trainer callback: saves checkpoints, reports progress, and ends the training at its limit of time or steps, or at
+    SIGTERM. Raises TrainingError if loss or gradient is not finite."""
 
     def __init__(self, clock: Clock, config: TeachingConfig, stop: Stop, folder: RunFolder, advance: Any) -> None:
         self.clock, self._config, self._stop, self._folder, self._advance = clock, config, stop, folder, advance
@@ -160,7 +160,8 @@ class Watch(transformers.TrainerCallback):
 
 
 def rest_of(logprobs_NK: Tensor) -> Tensor:
-    """Returns the log-probability, in nats, of all tokens outside the top K together, [N, 1]."""
+    """Returns the log-probability, in nats, of all other tokens together, [N, 1], from those of the K most probable
+    ones."""
     return torch.log1p(-logprobs_NK.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
 
 
@@ -203,8 +204,8 @@ def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
 
 
 class AnswerTrainer(SFTTrainer):
-    """TRL's SFTTrainer for the methods hard (cross-entropy) and soft (forward KL divergence from the teacher's stored
-    top-k log-probabilities), with a loss over the answer tokens only."""
+    """TRL's SFTTrainer with a loss over the answer tokens only. The method "hard" uses their cross-entropy; "soft" uses
+    the forward KL divergence from the teacher's stored top-k log-probabilities."""
 
     logprobs: Sequence[AnswerLogprobs] | None = None
     """The teacher's log-probabilities by document index; None for the method hard."""
@@ -212,8 +213,9 @@ class AnswerTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Returns the loss of a batch: the sum over its answer tokens, divided by `num_items_in_batch` [default: their
-        number]. With `return_outputs`, returns (loss, model outputs)."""
+        """Returns the loss of a batch: the sum over its answer tokens, divided by `num_items_in_batch`. The trainer
+        passes the number of answer tokens of the whole step [default: of the batch]. With `return_outputs`, returns
+        (loss, outputs)."""
         numbers = inputs.pop("document", None)
         if self.logprobs is None and inputs["input_ids"].device.type == "cuda":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

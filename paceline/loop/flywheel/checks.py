@@ -41,7 +41,8 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
 
     Raises PromptError if there are too few answers to train on (`gates.least_rows`), or too many bad ones
     (`gates.most_bad`). A bad answer is empty, repeats itself, or has tokens that differ from its text. `left_out`:
-    reason -> number of rows dropped when the store was built; those in UNUSABLE count as bad answers, too.
+    reason -> number of answers that were left out when the store was built. Those with a reason in UNUSABLE count as
+    bad, too.
     """
     tokenizer = store.tokenizer()
     bad = Counter({reason: left_out[reason] for reason in UNUSABLE if left_out.get(reason)})
@@ -83,8 +84,9 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
 
 
 def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
-    """Raises PromptError if a question of the user's suite nearly equals a training prompt of any of the stores.
-    `source`: file of the suite, for the message."""
+    """Checks that the user's eval suite has no questions from training data, as its scores would then mean nothing.
+    Raises PromptError if one nearly equals a training prompt in the dataset stores `stores`. `source`: file of the
+    suite, for the message."""
     for path in stores:
         if leaks := leaking(suite, Store.open(path)):
             raise PromptError(
@@ -95,8 +97,9 @@ def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
 
 
 def apart(suite: Suite, stores: Iterable[Path], dropped: Dropped) -> Suite | None:
-    """Returns the suite without the cases whose questions nearly equal a training prompt of any of the stores; None if
-    no case remains. Counts the removed cases in `dropped`."""
+    """Removes eval cases that occur in training data: those whose questions nearly equal a training prompt in the
+    dataset stores `stores`. Returns the suite of the other cases; None if no case remains. Counts the removed cases in
+    `dropped`."""
     leaks = dict.fromkeys(name for path in stores for name in leaking(suite, Store.open(path)))
     for name in leaks:
         dropped.add("that models here were or will be trained on", name)

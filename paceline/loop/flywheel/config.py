@@ -148,16 +148,17 @@ class FlywheelConfig:
 
     @property
     def student_teaching(self) -> TeachingConfig:
-        """Settings of the student's training. If `teaching` sets no duration (minutes, steps or epochs), the student is
-        trained for half of the flywheel's `minutes`."""
+        """Settings of the student's training. They are `teaching`; if it sets no duration (minutes, steps or epochs),
+        the student is trained for half of the flywheel's `minutes`."""
         teaching = self.teaching
         has_length = (teaching.minutes, teaching.max_steps, teaching.epochs) != (None, None, None)
         return teaching if has_length else replace(teaching, minutes=OF_STUDENT * self.minutes)
 
     @property
     def drafter_minutes(self) -> float | None:
-        """Minutes for each drafter, including the generation of its training answers: `drafter.minutes`. If `drafter`
-        sets no duration at all, a quarter of the flywheel's `minutes`. None if only `drafter.loop` sets a duration."""
+        """Minutes for each drafter, including the generation of its training answers. This is `drafter.minutes` if it
+        is set. It is None (no limit of minutes) if only `drafter.loop` sets a duration. If neither is set, it is a
+        quarter of the flywheel's `minutes`."""
         drafter = self.drafter
         return drafter.minutes if drafter.has_length else OF_DRAFTER * self.minutes
 

@@ -36,8 +36,8 @@ def read(out: Path) -> list[Line]:
     """Returns the lines of the ledger, oldest first. The ledger is the file ledger.jsonl in the flywheel's folder
     `out`; it records all measured and refused models. Raises ConfigError on a damaged line.
 
-    A stage that was killed and resumed may have recorded the measurement of a model twice. Then only the newer line is
-    returned. Lines on refused models are all returned.
+    A stage that was killed and resumed may have recorded the same measurement twice. Only the newer of the two lines is
+    returned.
     """
     lines = dict[Any, Line]()
     for number, line in enumerate(checked_lines(out / LEDGER, KEYS)):

@@ -31,9 +31,9 @@ class Bench:
     suites: dict[str, Path] = field(default_factory=dict)
 
     def scores(self, what: str, model: str, drafter: str = NO_DRAFTER, suite: str = OWN) -> Scores:
-        """Runs an eval suite on a model, with or without a drafter; writes the run folder evals/<what>.
+        """Runs an eval suite on a model, with or without a drafter; returns the scores. The run folder is evals/<what>.
 
-        `suite`: key of `suites`. Raises the errors of `paceline.loop.evals.run.evaluate`.
+        `suite`: name of the suite, a key of `suites`. Raises the errors of `paceline.loop.evals.run.evaluate`.
         """
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling
@@ -44,7 +44,8 @@ class Bench:
         return evaluate(self.suites[suite], engine, config, out=out, progress=self.progress).scores
 
     def compared(self, what: str, scores: Scores, base: str) -> Comparison:
-        """Compares `scores`, of the model called `what`, with the earlier run evals/<base>; prints the difference."""
+        """Compares the scores of a model with those of an earlier run, and prints the difference. `what`: name of the
+        model that has `scores`. `base`: name of the earlier run, whose run folder is evals/<base>."""
         comparison = compare(read_scores(self.folder / "evals" / base), scores)
         same = f"{comparison.same_text} of {comparison.cases} answers the same"
         self.progress.say(f"{what} compared with {base}: {comparison}, {same}")
@@ -53,12 +54,12 @@ class Bench:
     def compared_with_first(
         self, what: str, model: str, own: Scores, first_run: Path
     ) -> tuple[Scores, Comparison] | None:
-        """Compares a model with the first one, which the flywheel started with, on the eval suite of the first
-        iteration (turn).
+        """Compares a model with the model that the flywheel started with, on the eval suite of the first iteration
+        (turn).
 
-        Returns (scores of the model, comparison); None if `suites` has no suite of the first iteration. `what`: name of
-        the model in run folders. `own`: its scores on this iteration's suite, reused if both suites have the same
-        cases. `first_run`: run folder with the scores of the first model.
+        Returns (scores of the model on this suite, comparison). Returns None if `suites` does not contain this suite.
+        `what`: name of the model in run folders. `own`: the model's scores on the current iteration's suite, reused if
+        both suites have the same cases. `first_run`: run folder with the scores of the first model.
         """
         if FIRST not in self.suites:
             return None
@@ -90,7 +91,7 @@ def slower(alone: Scores, drafted: Scores, comparison: Comparison, least: float,
     """Returns the reason not to serve a drafter, or None. A drafter is refused for two reasons: it changed an answer
     although sampling is greedy, or tokens/s with it are less than `least` times those without it.
 
-    `alone`: the model's scores without the drafter. `drafted`: its scores with the drafter. `comparison`: of both.
+    `alone`, `drafted`: the model's scores without and with the drafter. `comparison`: comparison of these two scores.
     """
     if is_greedy and comparison.same_text < comparison.cases:
         return f"{comparison.cases - comparison.same_text} of {comparison.cases} answers differ from those without it"

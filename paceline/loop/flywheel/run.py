@@ -57,8 +57,8 @@ class TurnResult:
 def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
     """Returns the iteration (turn) that is in progress in the folder `config.out`, or else the next one.
 
-    Raises ConfigError if the iteration in progress was started with other settings, or if its dataset store has changed
-    since it was read.
+    Raises ConfigError if the iteration in progress was started with other settings, or if the dataset store that it
+    uses has a newer version now.
     """
     serving = serving_of(config)
     number = serving.turn + 1

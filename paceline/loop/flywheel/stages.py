@@ -90,7 +90,7 @@ class Turn:
     @property
     def max_len(self) -> int:
         """Default length limit of a training document (prompt plus answer), in tokens. This is the length of the
-        longest one in the dataset store, raised to 1024 or lowered to 4096 if it lies outside these limits."""
+        longest one in the dataset store, but at least 1024 and at most 4096."""
         return min(max(USUAL_LEN, self.of("store")["longest"]), MOST_LEN)
 
     def line(self, what: str, state: str, **more: Any) -> None:
@@ -98,10 +98,11 @@ class Turn:
 
 
 def record(turn: Turn) -> StageResult:
-    """Finds the recorded answers of the served model; without any, generates answers to the configured prompts.
+    """Provides the recorded answers of the served model. If nothing was recorded, generates answers to the prompts that
+    flywheel.yaml names.
 
-    Returns the answers' folders as "sources" and, if they were generated, the numbers "answers" and "tokens". Raises
-    ConfigError if there are neither recorded answers nor prompts.
+    Keys of the result: "sources" (folders of the answers) and, if they were generated, "answers" and "tokens" (their
+    numbers). Raises ConfigError if there are neither recorded answers nor prompts.
     """
     config = turn.config
     if turn.recorded:
@@ -155,8 +156,8 @@ def store(turn: Turn) -> StageResult:
 
 def evals(turn: Turn) -> StageResult:
     """Makes the eval suite of this iteration (turn) and runs it on the served model. From the second iteration on, also
-    copies the first iteration's suite, without cases that occur in training data. The student is later compared on it
-    with the model that the flywheel started with.
+    copies the first iteration's suite: on it, the student is later compared with the model that the flywheel started
+    with. Cases that occur in training data are left out of the copy.
 
     Keys of the result: "suites" (suite name -> file), "cases" (their number), "score" (the model's mean score). Raises
     JudgeError if the judge fails, PromptError if there are too few cases or the user's suite contains training data.

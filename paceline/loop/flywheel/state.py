@@ -92,8 +92,8 @@ class TurnState:
         write_whole(self.folder / STATE, json.dumps(plain(content), indent=1) + "\n")
 
     def check(self, config: FlywheelConfig) -> None:
-        """Raises ConfigError if the iteration (turn) was started with settings other than those of `config`. Otherwise
-        stores the settings in `asked`."""
+        """Checks that an iteration (turn) continues with the settings with which it was started. Raises ConfigError if
+        they differ from `config`. Stores the settings of a new iteration in `asked`."""
         now = fixed_of(config)
         if self.asked:
             check_same(self.folder, self.asked, now, ", or delete that folder to begin the turn anew")
