@@ -40,9 +40,9 @@ class CallLog:
     def call(self, tool: str | None, arguments: Any) -> Iterator[Ending]:
         """Context manager that logs one call: a line before the `with` block, and one with its outcome after it.
 
-        Yields the `Ending`, which the block sets; if the block raises, it becomes "refused" for a PacelineError, else
-        "failed". `tool`: None for a request without the server's key. Raises CacheError before the block is run if the
-        log cannot be written.
+        Yields the call's `Ending`, in which the block sets the outcome. If the block raises, the outcome is "refused"
+        for a PacelineError, and "failed" for another exception. `tool`: None for a request without the server's key.
+        Raises CacheError before the block is run if the log cannot be written.
         """
         number, ending = uuid.uuid4().hex[:12], Ending()
         self._append({"call": number, "time": _now(), "tool": tool, "arguments": plain(arguments)})

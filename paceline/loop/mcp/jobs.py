@@ -29,11 +29,12 @@ class Jobs:
     _started: dict[str, Job] = field(default_factory=dict)
 
     def begin(self, tool: str, arguments: dict[str, Any], command: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Starts the background job that `tool` and `arguments` identify, unless it is running or done. Returns its
-        status, as `status` does. Raises ConfigError while another job runs.
+        """Starts a background job, or starts it again if it has failed. A job is identified by `tool` and `arguments`;
+        if it is running or done, it is not started. Returns its status, as `status` does. Raises ConfigError while
+        another job runs.
 
-        `command`: function that returns further fields of a new job's record, among them "command", the command line to
-        run. Not called if the job has a record from an earlier start.
+        `command`: function that is called only if the job has never been started before. It returns further fields of
+        the job's record, among them "command", the command line to run.
         """
         given = json.dumps([tool, arguments], sort_keys=True)
         name = f"{tool}-{hashlib.sha256(given.encode()).hexdigest()[:10]}"

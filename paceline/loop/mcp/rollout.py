@@ -64,8 +64,9 @@ class Rollout:
         return {**done, "server": self.deploy.servers[0], "name": name}
 
     def undo(self) -> str:
-        """Undoes the latest roll-out, even if the server never answered it; returns the removed drafter. Raises
-        ConfigError without a roll-out to undo, DownloadError if the server does not answer or refuses."""
+        """Restores the drafter that served before the latest roll-out; returns the removed drafter. Also undoes a
+        roll-out that the server never answered. Raises ConfigError without a roll-out to undo, DownloadError if the
+        server does not answer or refuses."""
         state = self._read()
         refuse(ConfigError, (not state["undo"], "nothing was rolled out since the latest roll-back"))
         with contextlib.closing(PacelineServer(self.deploy)) as server:

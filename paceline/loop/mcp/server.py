@@ -94,8 +94,8 @@ class KeyRequired:
 
 
 def app_of(operations: Operations, config: McpConfig) -> ASGIApp:
-    """Returns the ASGI application of the server. The key is `config.key`, or else the environment variable
-    PACELINE_MCP_KEY. Raises ConfigError if it is not set or too short."""
+    """Returns the ASGI application of the MCP server. The server's key is `config.key`, or else the environment
+    variable PACELINE_MCP_KEY. Raises ConfigError if neither is set, or if the key is too short."""
     key = (config.key or os.environ.get(KEY) or "").strip()
     refuse(ConfigError, (not key, f"set a key: export {KEY}=$(openssl rand -hex 16)"))
     McpConfig(key=key)  # checks its length
@@ -104,8 +104,8 @@ def app_of(operations: Operations, config: McpConfig) -> ASGIApp:
 
 
 def run(operations: Operations, config: McpConfig, say: Callable[[str], None]) -> None:
-    """Runs the MCP server until SIGTERM or Ctrl-C; background jobs continue after its end. `say` prints the server's
-    address. Raises ConfigError if another server uses the same state folder."""
+    """Runs the MCP server until SIGTERM or Ctrl-C; background jobs continue after its end. `say`: called with a text
+    that has the server's address. Raises ConfigError if another server uses the same state folder."""
     app = app_of(operations, config)
     with only_run(operations.store.state, "serving MCP", Ranks(), say):
         bound: socket.socket = listen(ServeConfig(host=config.host, port=config.port))

@@ -88,7 +88,8 @@ Reward = Callable[[list[Trajectory]], list[float]]
 
 
 def by_code(function: Callable[[Any, Trajectory], float]) -> Reward:
-    """Returns a Reward that calls `function(task, trajectory)` for each attempt; the returned number is the reward."""
+    """Makes a `Reward` (reward function of `AgentRollouts`) that calls `function(task, trajectory)` for each attempt.
+    The number that `function` returns is the attempt's reward."""
     return lambda group: [float(function(each.task, each)) for each in group]
 
 
@@ -106,11 +107,12 @@ class AgentRollouts:
         self.at_once = at_once or self.rollouts.llm.target.cache.num_rows
 
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
-        """Runs the agent on `tasks`, pairs (task, number of attempts); returns a group of attempts per task, in order.
+        """Runs the agent on each task, several times. `tasks`: pairs (task, number of attempts). Returns one list of
+        attempts per task, in the same order.
 
-        `place`: name of an earlier batch. Its seeds are then used again, and nothing is recorded in `rollouts.figures`
-        [default: starts a new batch]. Raises RolloutError if an agent made no request, if all attempts failed, or if a
-        reward is invalid.
+        `place`: name of an earlier batch, to run it again with the same seeds; nothing is then recorded in
+        `rollouts.figures` [default: a new batch]. Raises RolloutError if an agent made no request, if all attempts
+        failed, or if a reward is invalid.
         """
         is_repeated = place is not None
         place = place or self.rollouts.next_place()

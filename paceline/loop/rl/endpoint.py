@@ -75,8 +75,8 @@ class Attempt:
     """Token ids of a prompt -> number of requests with it; the count is part of the next answer's seed."""
 
     def chain(self) -> list[Turn]:
-        """Returns the turns (requests of the agent) of the attempt's latest conversation, oldest first. Two turns
-        belong to the same conversation if the later prompt begins with the prompt and answer of the earlier turn."""
+        """Returns the turns (requests of the agent) of the attempt's latest conversation, oldest first. A turn belongs
+        to it if the conversation's next prompt begins with the prompt and answer of this turn."""
         chain = self.turns[-1:]
         for turn in reversed(self.turns[:-1]):
             if chain[0].prompt_ids[: len(turn.tokens)] == turn.tokens:
@@ -157,7 +157,7 @@ class Endpoint:
         return attempt
 
     def end(self, attempt: Attempt) -> None:
-        """Waits until every answer that the agent received is recorded, then ends the attempt."""
+        """Ends an attempt. Before that, waits until every answer that the agent received is recorded in it."""
         self.call(lambda _: None)  # waits for the engine's thread, which records answers before it sends them
         del self.attempts[attempt.name]
 
@@ -247,10 +247,11 @@ def _of_the_policy(job: Job, attempt: Attempt, config: RolloutConfig, tokenizer:
 
 
 def with_exact_turns(prompt_ids: list[int], turns: list[Turn], tokenizer: Any) -> list[int]:
-    """Returns the prompt with the exact tokens of an earlier turn (prompt and answer) in place of its re-encoded text.
+    """Replaces the beginning of a prompt by the exact tokens of an earlier turn (its prompt and the policy's answer).
 
-    A client sends earlier answers as text, and encoding that text again may give other tokens than the policy
-    generated. Uses the longest turn whose text the prompt begins with; without one, the prompt is unchanged.
+    The reason: a client sends earlier answers as text, and encoding this text may give other tokens than the policy
+    generated. Of `turns`, uses the longest one whose text the prompt begins with. Without such a turn, returns the
+    prompt unchanged.
     """
     text = ""
     for turn in sorted(turns, key=lambda each: len(each.tokens), reverse=True):

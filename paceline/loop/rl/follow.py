@@ -78,8 +78,8 @@ class DFlashFollower:
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
         """Trains the drafter on the samples for `config.steps` steps, and copies the trained weights into the engine's
-        drafter. Returns the loss ("drafter_loss") and the expected acceptance length ("drafter_eal") of the first step;
-        {} if all samples are too short for a draft block."""
+        drafter. Returns two values of the first step: "drafter_loss", and "drafter_eal", the expected acceptance
+        length. If all samples are too short for a draft block, does not train and returns {}."""
         documents = self._documents(samples)
         if not documents:
             return {}

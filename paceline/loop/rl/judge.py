@@ -127,11 +127,11 @@ class RelativeJudge:
 
 
 def ranking_of(text: str, letters: str) -> str:
-    """Returns the ranking in a judge's answer `text`: the letters of the attempts, best first. Returns "" if no ranking
-    is valid, that is, names each of `letters` once.
+    """Finds the ranking in a judge's answer `text`; returns the letters of the attempts, best first. A valid ranking
+    names each of `letters` once. Returns "" without a valid ranking.
 
-    If the answer has several valid rankings, returns the last one. Rankings marked by the word RANKING at the beginning
-    of the same line, or on a line above, take precedence.
+    Of several valid rankings, returns the last one. But rankings that follow the word RANKING, on its line or the next,
+    take precedence.
     """
     text = text.replace("*", "")
     marked = re.findall(r"^\W*RANKING\b\W*.*", text, re.MULTILINE | re.IGNORECASE)

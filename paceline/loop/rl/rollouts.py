@@ -120,12 +120,12 @@ class Rollouts:
         self._follower_figures: dict[str, float] = {}
 
     def load_weights(self, state: Mapping[str, Tensor], step: int) -> None:
-        """Loads the policy's new weights and drops all caches. Then the follower, if any, trains the drafter on the
-        samples of the latest batch.
+        """Loads the policy's new weights into the engine and drops all caches. Then the follower, if there is one,
+        trains the drafter on the samples of the latest batch.
 
-        `state`: tensors by their names in Hugging Face checkpoints. `step`: training step of the weights. Raises
-        ConfigError while answers are being generated, and an error if a tensor is missing or has another shape; the old
-        weights then stay loaded.
+        `state`: name in Hugging Face checkpoints -> tensor. `step`: training step of the weights. Raises ConfigError
+        while answers are being generated, and the errors of `Target.load_weights` for a missing tensor or a wrong
+        shape. The old weights then stay loaded.
         """
         began = time.perf_counter()
         self.llm.load_weights(state)
@@ -138,15 +138,15 @@ class Rollouts:
         self.step, self._num_calls = step, 0
 
     def next_place(self) -> str:
-        """Starts a batch of rollouts; returns its name "step.number": training step of the weights, and number of the
-        batch within this step."""
+        """Starts a batch of rollouts; returns its name "STEP.NUMBER". STEP is the training step of the weights; NUMBER
+        counts the batches of this step, from 0."""
         self._num_calls += 1
         return self.place
 
     @property
     def place(self) -> str:
-        """Name of the latest batch of rollouts, as returned by `next_place`. After `load_weights`, it is meaningless
-        until the next batch has started."""
+        """Name of the latest batch of rollouts, as `next_place` returned it. Between `load_weights` and the next batch
+        the name is invalid."""
         return f"{self.step}.{self._num_calls - 1}"
 
     def sample(self, prompts: Sequence[list[int]], *, num_each: int = 1) -> list[Sample]:
@@ -166,9 +166,9 @@ class Rollouts:
     def keep(
         self, samples: list[Sample], seconds: float, rounds: Rounds, more: Mapping[str, float] | None = None
     ) -> None:
-        """Records the measured values of a batch of rollouts in `figures`, and stores its samples, on which the
-        follower trains the drafter next. `seconds`: wall time of the batch. `rounds`: totals over its decode rounds.
-        `more`: further measured values, by name."""
+        """Records a finished batch of rollouts: appends its measured values to `figures`, and stores its samples, on
+        which the follower trains the drafter next. `seconds`: wall time of the batch. `rounds`: totals over its decode
+        rounds. `more`: further measured values, by name."""
         self._latest = samples
         num_tokens = sum(sum(each.mask) for each in samples)
         more = {**self._follower_figures, **(more or {})}
@@ -177,7 +177,8 @@ class Rollouts:
 
 
 def seed_of(seed: int, *places: str) -> int:
-    """Derives the seed of an answer, in [0, 2^63), from the base seed and strings that identify the answer."""
+    """Derives the seed of one answer, in [0, 2^63), from the base seed `seed`. `places`: strings that together identify
+    the answer, such as the batch's name and the answer's index."""
     mark = hashlib.blake2b("\0".join((str(seed), *places)).encode(), digest_size=8).digest()
     return int.from_bytes(mark) >> 1
 

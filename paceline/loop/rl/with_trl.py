@@ -51,8 +51,9 @@ def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
     """Returns the `rollout_func` for TRL's GRPOTrainer that runs an agent once per prompt. Each prompt is a task, as
     written by `task_rows`.
 
-    Adjacent equal prompts are attempts at the same task, and are rewarded as one group. The rollout function also
-    computes the rewards; pass `attempt_reward`, which returns them, to the trainer as its reward function.
+    Adjacent equal prompts are attempts at the same task; their rewards are computed together, as one group. This
+    happens in the rollout function. GRPOTrainer also needs a reward function: pass `attempt_reward`, which returns
+    these rewards.
     """
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -89,7 +90,8 @@ def sync(rollouts: Rollouts, trainer: Any) -> None:
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Converts samples to the columns that TRL expects of a rollout function, each with one list per sample."""
+    """Converts samples to the dict that TRL expects of a rollout function: "prompt_ids", "completion_ids" and
+    "logprobs", each a list with one entry per sample."""
     return {
         "prompt_ids": [each.prompt_ids for each in samples],
         "completion_ids": [each.completion_ids for each in samples],
@@ -105,8 +107,8 @@ def encoded(rollouts: Rollouts, prompt: Any) -> list[int]:
 
 
 def check_trainer(rollouts: Rollouts, trainer: Any) -> None:
-    """Raises ConfigError if the trainer's temperature differs from the rollouts', if it sets top_p, top_k, min_p or
-    repetition_penalty, or if it runs in several processes."""
+    """Checks that TRL's trainer assumes the same sampling as the rollouts. Raises ConfigError if its temperature
+    differs, if it sets top_p, top_k, min_p or repetition_penalty, or if it runs in several processes."""
     args, config = trainer.args, rollouts.config
     refuse(
         ConfigError,

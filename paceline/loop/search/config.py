@@ -46,6 +46,6 @@ class SearchConfig(Checked):
     def rung_minutes(self) -> list[float]:
         """Minutes of training after which a trial (one training) is measured, ascending. The last number is the full
         length of a trial. At the earlier ones, a trial that is slow compared with others is stopped (successive
-        halving), except trial 0, the planner's choice."""
+        halving). Trial 0, the planner's choice, is never stopped."""
         longest = self.trial_minutes or self.minutes / 10
         return [longest / self.reduction ** (self.rungs - 1 - rung) for rung in range(self.rungs)]

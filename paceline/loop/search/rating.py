@@ -37,8 +37,8 @@ def rate(
 ) -> Rated:
     """Measures the speed of `drafter` relative to the drafter `baseline`, or to plain decoding if `baseline` is None.
 
-    Generates answers to the documents' prompts, one at a time. As in serving, the engine chooses in each round how many
-    drafted tokens are verified. `on_answer` is called after each answer.
+    Answers the prompts of `documents` with both, one prompt at a time. As in serving, the engine chooses in each round
+    how many drafted tokens are verified. `on_answer`: function without arguments, called after each answer.
     """
     target, most = config.target, config.measured_tokens
     requests = [Request(each.key, each.tokens[: each.answer_start].tolist()) for each in documents]

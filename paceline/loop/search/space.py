@@ -45,8 +45,9 @@ class Space:
 
     @classmethod
     def around(cls, base: TrainConfig, num_target_layers: int) -> Space:
-        """Returns the search space around `base`, the training that the planner chose. If `base.answers` has several
-        folders of training data, a trial may leave one of them out."""
+        """Returns the search space around `base`, the training that the planner of `paceline train` chose. If
+        `base.answers` has several folders of training data, a trial may leave one of them out. `num_target_layers`:
+        number of the target's layers, the maximum of those that a drafter reads."""
         choices: dict[str, list[Any]] = {}
         planned = {name: value_of(base, name) for name in CHOICES}
         planned["shape.num_taps"] = planned["shape.num_taps"] or min(5, num_target_layers)
@@ -67,8 +68,8 @@ class Space:
 
     def config(self, settings: dict[str, Any], out: Path, minutes: float) -> TrainConfig:
         """Returns the training configuration of a trial: the planner's choice, changed by `settings`. `out`: folder of
-        the training. `minutes`: total minutes of training steps; when a measured trial is trained further, its earlier
-        minutes count. Raises ConfigError for settings that contradict each other."""
+        the training. `minutes`: limit of the training time, including that of earlier calls with the same `out`. Raises
+        ConfigError for settings that contradict each other."""
         config = self.base
         for name, value in settings.items():
             if name != SOURCES:

@@ -52,9 +52,10 @@ class Trials:
     """Runs the trials of a search, and stores them in the search's folder. A trial trains one drafter with certain
     settings and measures it at several times during the training.
 
-    The caller passes two functions. `train(number, config)` trains the drafter of trial `number` for the total minutes
-    that the TrainConfig `config` sets, resuming an earlier training; it returns the drafter's folder. `rate(number,
-    folder)` measures the drafter in this folder and returns its speed-up over plain decoding, as `Rated`.
+    `train` and `rate` are functions that the caller passes to the constructor. `train(number, config)` trains the
+    drafter of trial `number` for the total minutes that the TrainConfig `config` sets, resuming an earlier training; it
+    returns the drafter's folder. `rate(number, folder)` measures the drafter in this folder and returns a `Rated`,
+    whose `ratio` is its speed-up over plain decoding.
     """
 
     def __init__(
@@ -81,16 +82,16 @@ class Trials:
 
     @property
     def reserve(self) -> float:
-        """Minutes that must be left of the search's time to start a new trial. They suffice for a full training, its
-        measurements, and the final comparison, which takes about as long as two measurements."""
+        """Minutes that must be left of the search's time to start a new trial. They cover a full training, its
+        measurements, and the final comparison, which is counted as two measurements."""
         times = (line["measuring_minutes"] for line in self.run.metrics() if "measuring_minutes" in line)
         rungs = self.config.rung_minutes
         return rungs[-1] + (len(rungs) + 2) * max(times, default=0.0)
 
     def run_next(self) -> Measured:
-        """Runs a new trial, or resumes the one that a killed search was running, until it is complete or stopped early.
-        Returns its state. A trial whose settings cause an error counts as failed; an error of trial 0, the planner's
-        choice, is raised."""
+        """Runs one trial until it is complete or stopped early, and returns its state. This is a new trial or, in a
+        resumed search, the one that was interrupted. A trial whose settings cause an error counts as failed. Only in
+        trial 0, the planner's choice, is the error raised."""
         begun = [each for each in self._study.trials if each.state is TrialState.RUNNING]
         # A sampler for each trial, so that a resumed search draws the same as one that was never killed.
         seed = self.config.seed + len(self._study.trials)

@@ -18,8 +18,8 @@ MOST_NAMED = 12
 
 
 class Described(Protocol):
-    """Interface of a dataset store as `card_of` needs it; `folder.Store` implements it. Used as a type because this
-    module cannot import `folder`, which imports it."""
+    """The members of a dataset store that `card_of` reads. Used as the type of its parameter instead of `folder.Store`,
+    which implements it: `folder` imports this module, so this module cannot import `folder`."""
 
     path: Path
     model: str
@@ -33,9 +33,12 @@ class Described(Protocol):
 
 
 def card_of(store: Described, tags: Sequence[str] = ()) -> dict[str, Any]:
-    """Computes a summary of a dataset store as JSON. It counts rows and tokens by side ("train" or "evals"), source and
-    tag, the rows that were left out when sources were added, and the rows that `forget` deleted. `tags`: count only
-    rows with one of these tags (empty: all rows). Raises ConfigError for a tag that no row has."""
+    """Computes a summary of a dataset store as JSON. It has the numbers of rows and tokens on each side ("train" and
+    "evals"), the number of rows by source and by tag, and how many rows were left out by `Store.add` or deleted by
+    `forget`.
+
+    `tags`: count only stored rows with one of these tags (empty: all rows). Raises ConfigError for a tag that no row
+    has."""
     by_side = {side: list(store.rows(side)) for side in SIDES}
     refuse_unknown(store.path, tags, {tag_of(row) for rows in by_side.values() for row in rows})
     by_side = {side: [row for row in rows if has_tag(row, tags)] for side, rows in by_side.items()}

@@ -112,9 +112,9 @@ class Store:
         return sorted((self.path / side).glob("answers-*.parquet"))
 
     def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
-        """Yield the rows of a side ("train" or "evals") that were added up to version `version` [default: all rows],
-        without those deleted by `forget` since. Raises PromptError on a damaged Parquet file, ConfigError if
-        versions.jsonl is damaged."""
+        """Yield the stored rows of a side ("train" or "evals"). `version`: yield only rows that were added in this
+        version or an earlier one [default: all rows]. Rows that `forget` deleted are missing, whatever the version.
+        Raises PromptError on a damaged Parquet file, ConfigError if versions.jsonl is damaged."""
         last = self.version if version is None else version
         # Other files are from a killed change.
         named = {name for line in self.versions()[-1:] for name in line["files"]}
@@ -127,12 +127,13 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Context manager that holds the store's lock during a change. If an earlier change was killed, it is first
-        completed, or reverted if not all of its files and its line in versions.jsonl were written.
+        """Context manager for a change of the store; holds the store's lock. If an earlier change was killed, this
+        change is first completed or reverted. It is completed if all of its files and its line in versions.jsonl were
+        written.
 
-        Yields the line in versions.jsonl of the earlier change that was completed, else None. `doing`: name of the new
-        change, for the error message of other processes. Raises ConfigError if another process holds the lock, or if
-        store.json and versions.jsonl have different versions."""
+        Yields the line in versions.jsonl of the earlier change if it was completed, else None. `doing`: description of
+        the new change; other processes that find the store locked show it in their error message. Raises ConfigError if
+        another process holds the lock, or if store.json and versions.jsonl have different versions."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
             current = Store.open(self.path)
             self.version, self.suites = current.version, current.suites
@@ -202,7 +203,8 @@ class Store:
 
         - it is already stored, or was deleted by `forget`;
         - its prompt and answer together nearly equal those of another conversation;
-        - its conversation is similar to stored conversations on both sides, "train" and "evals".
+        - its conversation is similar to stored conversations of both sides ("train" and "evals"), so that it fits on
+          neither.
 
         Raises PromptError if a source is invalid, or if the store is empty and no source has a usable answer. Raises
         ConfigError if another process changes the store, or a source has no row with one of `tags`. Raises CacheError
@@ -270,7 +272,8 @@ class Store:
         return hashlib.blake2b(f"{self.salt}/{digest}".encode(), digest_size=12).hexdigest()
 
     def write(self, side: str, rows: Sequence[Row], version: int) -> None:
-        """Write rows of a side ("train" or "evals") as Parquet files of this version, at most 2048 rows each."""
+        """Write rows of a side ("train" or "evals") to new Parquet files, at most 2048 rows each. `version`: number of
+        the version that the rows belong to, part of the files' names."""
         for number, begin in enumerate(range(0, len(rows), ROWS_PER_SHARD)):
             file = self.path / side / f"answers-v{version:05d}-{number:05d}.parquet"
             write_shard(file, rows[begin : begin + ROWS_PER_SHARD])
@@ -293,8 +296,8 @@ class Store:
             return self.commit("split", {"split": asdict(split)}, old)
 
     def commit(self, what: str, figures: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
-        """Complete the next version after its files were written: append its line to versions.jsonl, then delete the
-        files in `replaced`, which only earlier versions use. `what`: kind of change ("add", "split" or "forget").
+        """Complete the next version, whose files are already written: append its line to versions.jsonl, then delete
+        the files in `replaced`, which it no longer needs. `what`: kind of change ("add", "split" or "forget").
         `figures`: further fields of the line. Returns the line."""
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
         files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
@@ -330,16 +333,17 @@ class Store:
         )
 
     def note_suite(self, file: str | Path) -> None:
-        """Record that the eval suite in `file` was made from this store, so that `forget` also deletes from it. Raises
-        ConfigError if another process changes the store."""
+        """Record that the eval suite in `file` was made from this store, so that `forget` also deletes its cases.
+        Raises ConfigError if another process changes the store."""
         with self.changing("noting a suite"):
             self.suites = list(dict.fromkeys([*self.suites, str(Path(file).resolve())]))
             self.save()
 
     def label(self, labels: Iterable[dict[str, Any]]) -> int:
-        """Append labels (such as scores of answers) to labels.jsonl; returns how many were appended. A label is a dict
-        with `digest`, the hash of a row, and any other keys. Labels of rows that are not in the store are ignored.
-        Raises CacheError if the file cannot be written, ConfigError if another process changes the store."""
+        """Append labels of rows to labels.jsonl; returns how many were appended. A label is a dict of any values, such
+        as the score of the row's answer, and `digest`, the row's identifier. Labels of rows that are not in the store
+        are ignored. Raises CacheError if the file cannot be written, ConfigError if another process changes the
+        store."""
         with self.changing("labelling"):  # `forget` may have deleted rows since the store was opened
             known = {row["digest"] for side in SIDES for row in self.rows(side)}
             matching = [label for label in labels if label.get("digest") in known]

@@ -96,7 +96,7 @@ def pattern_of(match: str) -> re.Pattern[str]:
 
 def has(row: Row, pattern: re.Pattern[str]) -> bool:
     """True if the pattern matches the row's prompt, answer, tag, source or sampling settings. Sampling settings are
-    JSON text, which is searched with and without \\u escapes."""
+    stored as JSON; they are searched as stored, and also with \\u escapes decoded."""
     texts = [str(row[name]) for name in ("prompt", "text", "tag", "source", "sampling") if row.get(name)]
     if row.get("sampling"):
         texts.append(_text(_parsed(str(row["sampling"]))))
@@ -104,7 +104,8 @@ def has(row: Row, pattern: re.Pattern[str]) -> bool:
 
 
 def without(file: Path, is_gone: Callable[[Row], bool]) -> None:
-    """Removes the rows for which `is_gone` is true from a Parquet file; deletes the file if no row remains."""
+    """Deletes rows from a Parquet file: those for which `is_gone(row)` returns True. Deletes the file if no row
+    remains."""
     rows = read_shard(file)
     left = [row for row in rows if not is_gone(row)]
     if not left:

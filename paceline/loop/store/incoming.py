@@ -46,13 +46,14 @@ def digest_of(prompt_ids: Iterable[int], answer_ids: Iterable[int]) -> str:
 
 
 def is_ids(value: Any) -> bool:
-    """True for a list of token ids: integers from 0 on that fit into 32 bits, as in a store."""
+    """True if `value` is a list of token ids that a store can hold: integers from 0 to 2^31 - 1."""
     return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
 def shards_of(source: Path) -> list[Path]:
-    """Returns the Parquet files of a source: a single file, a folder of traces or answers, or a run folder of `paceline
-    regenerate`. Raises PromptError if a folder contains no Parquet files of answers or traces."""
+    """Returns the Parquet files that `source` consists of. `source`: a Parquet file, a folder of traces or answers, or
+    a run folder of `paceline regenerate`. Raises PromptError if a folder contains no Parquet files of answers or
+    traces."""
     if source.is_file():
         return [source]
     folder = source / "answers" if (source / "answers").is_dir() else source

@@ -37,8 +37,8 @@ class Groups:
 
 
 def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Returns, for each prompt (token ids), the first prompt of its conversation: the shortest of `prompts` that is a
-    prefix of it."""
+    """Returns, for each prompt (token ids), the first prompt of its conversation. In a conversation, each prompt begins
+    with the earlier ones. The first prompt is therefore the shortest of `prompts` that this prompt begins with."""
     first: dict[tuple[int, ...], tuple[int, ...]] = {}
     chain: list[tuple[int, ...]] = []
     for prompt in sorted(set(prompts)):  # a prompt sorts directly after its prefixes
@@ -50,8 +50,9 @@ def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
-    """Groups conversations with similar first prompts, transitively. `firsts`: the first prompt (token ids) of each.
-    `related`: Jaccard similarity of 5-token shingles (0 to 1) above which two are similar. Returns groups of indices of
+    """Groups similar conversations. `firsts`: the first prompt (token ids) of each conversation. Two conversations are
+    similar if the Jaccard similarity of their first prompts' 5-token shingles is above `related` (0 to 1).
+    Conversations that are connected by a chain of similar ones are in one group. Returns groups of indices of
     `firsts`."""
     groups, pieces = Groups(len(firsts)), list(map(pieces_of, firsts))
     near = Near(related, common_pieces(pieces))
@@ -63,8 +64,9 @@ def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
 
 
 def side_of(name: str, config: SplitConfig) -> str:
-    """Returns the side of a family (conversations with similar first prompts), "train" or "evals". A hash of its `name`
-    and `config.split_seed` chooses "evals" for a share of `config.evals_share` of all families."""
+    """Chooses the side of a family (conversations with similar first prompts): "train" or "evals". `name`: identifier
+    of the family. A hash of `name` and `config.split_seed` decides; the share `config.evals_share` of all families gets
+    "evals"."""
     drawn = hashlib.blake2b(f"{config.split_seed}/{name}".encode(), digest_size=8).digest()
     return SIDES[int.from_bytes(drawn, "big") < config.evals_share * 2**64]
 
@@ -76,8 +78,9 @@ def sides(
     conversation, and its side.
 
     `known`: for each prompt its side if it is stored, else None. A stored prompt keeps its side. A new prompt gets the
-    side of the stored prompts in its family (conversations with similar first prompts). If these are on both sides, it
-    gets "between", and must not be added. If its family has no stored prompt, `side_of` chooses."""
+    side of the stored prompts in its family (conversations with similar first prompts). If the family has stored
+    prompts on both sides, the result is "between", and the prompt must not be added to the store. If it has no stored
+    prompt, `side_of` chooses."""
     firsts = first_prompts(prompts)
     unique = list(dict.fromkeys(firsts))
     place = {first: number for number, first in enumerate(unique)}

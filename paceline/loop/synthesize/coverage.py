@@ -89,11 +89,12 @@ class Coverage:
                 self._words[name].update(re.findall(r"\w+", text.lower()))
 
     def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
-        """Picks a value that the next answer shall take, so that rare values become more frequent. Counts it as taken.
-        Returns (choice, index of the value); None if the schema has no choices (places with a fixed set of values).
+        """Chooses a value that the next answer must take, so that rare values become more frequent, and counts it as
+        taken. Returns (choice, index of the value in `choice.values`); None if the schema has no choices (places with a
+        fixed set of values).
 
-        Draws the choice at random; one whose values were taken unevenly is more probable. The value is the choice's
-        least frequent one.
+        The choice is drawn at random: the more unevenly its values were taken, the more probable it is. The value is
+        the one that was taken least often.
         """
         if not self.choices:
             return None
@@ -117,8 +118,9 @@ class Coverage:
         ]
 
     def texts(self) -> list[dict[str, Any]]:
-        """Returns statistics of the free texts at each place in the answers. "characters": percentiles of their length;
-        "words": number of different words; "bits_per_word": entropy of the words."""
+        """Returns a dict of statistics for each place in the answers that has free text. "name": the place; "number":
+        number of texts; "characters": percentiles of their length; "words": number of different words; "bits_per_word":
+        entropy of the words."""
         return [
             {
                 "name": name or "answer",
@@ -142,8 +144,8 @@ class Coverage:
 
 
 def narrowed(schema: Schema, choice: Choice, place: int) -> Schema:
-    """Returns a copy of the schema that allows only `choice.values[place]` at this choice. Properties on the path to it
-    become required, and arrays non-empty, so that every answer contains the value."""
+    """Returns a copy of the schema by which every answer takes the value `choice.values[place]` at `choice`. To this
+    end, the properties on the path to the choice become required, and the arrays non-empty."""
     return _narrowed(schema, schema, choice.path, choice, place)
 
 
@@ -155,7 +157,8 @@ def entropy(counts: Iterable[int]) -> float:
 
 
 def evenness(counts: Counter[int], number: int) -> float:
-    """Entropy of the counts divided by its maximum over `number` (at least 2) possible values; 0 without counts."""
+    """Returns how evenly values were taken, from 0 (always the same value) to 1 (all equally often). This is the
+    entropy of `counts` divided by its maximum for `number` possible values (at least 2); 0 without counts."""
     return entropy(counts.values()) / math.log2(number)
 
 
@@ -243,8 +246,8 @@ def _looks_like(schema: Schema, value: Any) -> bool:
 
 
 def resolved(root: Schema, node: Any) -> Schema:
-    """Returns the schema `node`; if it has a `$ref`, the schema in `root` that it refers to, overridden by the other
-    keys of `node`. Returns {} if the result is not an object."""
+    """Returns the schema `node` with its own `$ref` resolved: the schema in `root` that it refers to, in which other
+    keys of `node` take precedence. Without a `$ref`, returns `node`. Returns {} if the result is not an object."""
     for _ in range(MAX_DEPTH):
         if not isinstance(node, dict) or "$ref" not in node:
             break

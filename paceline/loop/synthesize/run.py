@@ -157,8 +157,8 @@ class Form:
         return cls(grammar, schema)
 
     def read(self, answer: Answer) -> tuple[str | None, Any]:
-        """Checks a generated answer; returns (reason to reject it or None, value). The value is the parsed JSON of an
-        accepted JSON answer, else None."""
+        """Checks a generated answer; returns (reason, value). The reason says why the answer is rejected; None if it is
+        accepted. The value is the parsed JSON of an accepted JSON answer, else None."""
         if answer.finish_reason != "stop":
             return "unfinished", None
         if self.tool_names:

@@ -35,9 +35,9 @@ class TemplateSlots:
         return sorted(self._nodes)
 
     def check(self, openers: Iterable[str]) -> list[str]:
-        """Raises ConfigError if a slot in the openers (first messages of simulated users) cannot be filled. Returns the
-        names of schema properties that have a pattern but no slot in any opener, so that the caller can warn the
-        user."""
+        """Checks that every slot in the openers (first messages of simulated users) can be filled; raises ConfigError
+        if not. Returns the names of schema properties that have a pattern but no slot in any opener, so that the caller
+        can print a warning."""
         named = {name for opener in openers for name in SLOT.findall(opener)}
         if unknown := sorted(named - set(self._nodes)):
             raise ConfigError(
