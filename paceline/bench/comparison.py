@@ -110,7 +110,8 @@ class TransformersPeer:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result of comparing one answer with a second one to the same prompt, from plain decoding or Transformers."""
+    """Comparison of an answer with a second answer to the same prompt, in speed and tokens. The second answer comes
+    from the other engine: plain decoding or Transformers."""
 
     tokens_per_s: float
     """Tokens per second of the other engine."""
@@ -128,8 +129,8 @@ class Comparison:
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:
-    """Answer the prompt `token_ids` with plain decoding, to compare the drafter's answer with. Two short warm-up
-    answers come first, one with drafts and one without. At the end, the LLM uses its drafter again."""
+    """Answer the prompt `token_ids` with plain decoding, as the baseline of `beside_plain`. Two short warm-up answers
+    come first, one with drafts and one without. At the end, the LLM uses its drafter again."""
     drafter = llm.drafter
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), logprobs=None)
     llm.generate_ids([token_ids], warm_up)
@@ -143,8 +144,8 @@ def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Co
 
 def compare_with_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Comparison:
     """Compare the answer `completion` with `plain`, the result of `answer_plainly` for the same prompt, in speed and
-    tokens. Tokens are compared only for a greedy request, because sampled answers may differ. `params`: the request's
-    sampling parameters. No other request may be running: if the tokens differ, the target runs one more pass."""
+    tokens. `params`: the request's sampling parameters. Tokens are compared only if these are greedy, because sampled
+    answers may differ. No other request may be running: to examine a difference, the target runs one more pass."""
     speed = plain.stats.tokens_per_s
     parted = (
         parting(llm.target, plain.prompt_token_ids, completion.token_ids, plain.token_ids) if params.is_greedy else None

@@ -68,8 +68,8 @@ class BenchConfig:
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Raise ConfigError if a name is not "transformers" (no other engine is supported), or if Transformers is not
-    installed."""
+    """Check the names of engines to compare with (option --against). Raises ConfigError for a name other than
+    "transformers", the only one supported, or if Transformers is not installed."""
     refuse(
         ConfigError,
         (any(name != "transformers" for name in names), "the only peer known to --against is transformers"),
@@ -120,8 +120,8 @@ class MockConfig:
 
     @property
     def settings(self) -> list[MockSetting]:
-        """All measurements to run. First chains of drafts: each batch size with each acceptance length, to which 1
-        (plain decoding) is added. Then draft trees: each batch size with each tree size."""
+        """All measurements to run. First come chains of drafts: each batch size with each acceptance length, and with 1
+        (plain decoding). Then come draft trees: each batch size with each tree size."""
         values = sorted({PLAIN, *self.tokens_per_round})
         trees, most = sorted(set(self.trees)), max(self.trees, default=0)
         expected = read_marginals(self.marginals).expected(most) if trees else []
@@ -170,7 +170,8 @@ class StepsConfig:
 
     @property
     def needed_len(self) -> int:
-        """Tokens that one row of the KV cache must hold."""
+        """Tokens that one row of the KV cache must hold: the context, the tokens that one repetition adds (`growth`),
+        and those of one verification."""
         return self.context + self.growth + self.max_positions
 
 

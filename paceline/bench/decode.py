@@ -159,8 +159,8 @@ class Bench:
     def run(
         self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore
     ) -> None:
-        """Run all settings (drafter, temperature, batch size) in turn, `repeat` times. `on_answer` gets the setting
-        after each answer. `on_pass` gets the setting and the timed pass after each pass over all requests."""
+        """Measure every setting (drafter, temperature, batch size) in turn, `repeat` times. `on_answer(setting)` is
+        called after each answer. `on_pass(setting, timed_pass)` is called after each pass over all requests."""
         for _ in range(self.config.repeat):
             for setting in self.settings:
                 done = self._pass(setting, partial(on_answer, setting))
@@ -232,11 +232,13 @@ class Bench:
 
 
 def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]:
-    """Return (speed-up of the passes `ours` over `theirs`, its 95% bootstrap interval over prompts). Both lists have
-    one pass per repetition. The speed-up is the median over repetitions of the ratio of tokens per second.
+    """Compare the speed of two settings on the same requests. `ours`, `theirs`: their passes, one per repetition.
+    Returns (speed-up of `ours` over `theirs`, its 95% bootstrap interval over prompts). The speed-up is the median over
+    repetitions of the ratio of tokens per second.
 
-    The bootstrap needs the time of each prompt, but answers run in parallel: their times sum to more than the pass. The
-    interval is therefore computed for the ratio of total tokens over this sum, and then scaled to the speed-up."""
+    The bootstrap needs the time of each prompt. As answers run in parallel, the sum of these times is longer than the
+    pass. The interval is therefore computed for the ratio of tokens per second of this sum, and then scaled to the
+    speed-up."""
     ratios = [
         one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s
     ]

@@ -18,8 +18,8 @@ SHORTEST = 512
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Acceptance statistics of some answers. Entry i - 1 of `survival` is the share of rounds whose first i drafts were
-    all accepted. For answers of Transformers, which reports no rounds, all fields are None or empty."""
+    """Acceptance statistics of some answers. `survival[i]` is the share of rounds whose first i + 1 drafts were all
+    accepted. For answers of Transformers, which reports no rounds, all fields are None or empty."""
 
     tokens_per_round: float | None = None
     tokens_per_round_interval: Interval = (None, None)
@@ -33,8 +33,8 @@ class Drafting:
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: minimum length of the
-    survival curve; entries beyond the longest draft are 0."""
+    """Return the acceptance statistics of `answers`, each a list of rounds. `num_drafted`: minimum length of
+    `survival`, whose entries beyond the longest draft are 0."""
     rounds = [one for answer in answers for one in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)
@@ -71,10 +71,12 @@ def sources_table(named: Sequence[tuple[str, Drafting]]) -> Table:
 
 
 def by_context(answers: Iterable[tuple[int, Sequence[Round]]]) -> list[dict[str, Any]]:
-    """Return the acceptance length by context length (tokens of prompt and answer so far). `answers`: for each answer
-    (number of prompt tokens, rounds). A bin is a dict with "from" and "to" (context length in tokens), "rounds" (number
-    of rounds) and "tokens_per_round". A round counts in the bin of the context length at which it starts. Rounds
-    without drafts are not counted."""
+    """Return the acceptance length at different context lengths (tokens of prompt and answer so far), as a list of
+    bins. `answers`: for each answer (number of prompt tokens, rounds).
+
+    A bin is a dict with "from" and "to" (its context lengths in tokens), "rounds" (number of rounds) and
+    "tokens_per_round". A round counts in the bin of the context length at which it starts. Rounds without drafts are
+    not counted."""
     by_end = defaultdict[int, list[Round]](list)
     for length, rounds in answers:
         for one in rounds:

@@ -47,8 +47,8 @@ class PromptSet:
 
     @property
     def noted(self) -> dict[str, Any]:
-        """Identity of the set, as stored in evaluation.json: "num_prompts", and "prompts_sha256", a hash of their
-        contents."""
+        """Fields of evaluation.json by which changed prompts are recognised later: "num_prompts", and "prompts_sha256",
+        a hash of the prompts' contents."""
         content = json.dumps(
             [[each.messages, each.turns or each.token_ids, each.tools, each.variables] for each in self.prompts]
         )
@@ -151,8 +151,9 @@ class Evaluation:
         return True
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
-        """Raise ConfigError if the settings `before` (stored) and `now` (requested) differ. The message lists each
-        changed setting. `where`: text before this list, such as the prompt set's name."""
+        """Raise ConfigError if the settings of a stored evaluation differ from those of the current call; the message
+        lists each changed setting. `before`: stored settings; `now`: current ones. `where`: text before this list, such
+        as the prompt set's name."""
         changed = [f"{name} {old} -> {new}" for name, (old, new) in differences(before, now).items()]
         if changed:
             raise ConfigError(

@@ -79,8 +79,8 @@ class LossyBench:
 
     def run(self, advance: Advance = ignore) -> None:
         """Run each task `repeat` times with every setting (plain decoding, lossless speculation, each lossy rule),
-        after a short warm-up. `advance` gets the task and the setting after each pass. Raises ConfigError if a prompt
-        does not fit the context."""
+        after a short warm-up. `advance` gets a text that names task and setting after each pass. Raises ConfigError if
+        a prompt does not fit the context."""
         for task in self.tasks:
             requests, num_skipped = make_requests(self.llm, task.prompts, self.config.max_tokens)
             if num_skipped or len(requests) != len(task.prompts):

@@ -190,8 +190,9 @@ def pairs(ours: list[Pass], theirs: list[Pass]) -> list[tuple[float, ...]]:
 
 
 def rate_ratio(items: list[tuple[float, ...]]) -> float:
-    """Return the ratio of two speeds, the first measurement's over the second's; 0.0 if the second is 0. Each speed is
-    total tokens over total seconds. `items`: the two measurements, as `pairs` returns them."""
+    """Return how many times as fast the first of two measurements is as the second; 0.0 if the second one's speed is 0.
+    A speed is total tokens over total seconds. `items`: for each request the tokens and seconds of both measurements,
+    as `pairs` returns them."""
     own, other = ratio_of_sums([item[:2] for item in items]), ratio_of_sums([item[2:] for item in items])
     return own / other if other else 0.0
 

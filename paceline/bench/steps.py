@@ -48,11 +48,11 @@ Size = tuple[int, int]
 
 
 class FilledDrafter(Drafter):
-    """Runs another drafter (`inner`) at its full cost, but replaces its drafts by random tokens, so that a drafter with
-    random weights can be timed, too. All other attributes are those of `inner`.
+    """Runs another drafter (`inner`) at its full cost, but replaces its drafts by random tokens. All other attributes
+    are those of `inner`.
 
-    The reason: such a drafter would repeat one token. A mixture of experts would then read the same few experts for all
-    drafts, and its measured times would be too short."""
+    This makes it possible to time a drafter with random weights. Such a drafter would repeat one token, and a mixture
+    of experts would then read the same few experts for all drafts, so that the times would be too short."""
 
     is_instant = False
 
@@ -166,9 +166,9 @@ class StepBench:
         self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the content of steps.json: for each part of a round (verification, drafting, host) and each size, the
-        median seconds over the repetitions. Drafting times are listed for at most the drafter's own number of drafts.
-        `model_config`: the model's config.json, copied into the result."""
+        """Return the content of steps.json: the median seconds of each part of a round (verification, drafting, host),
+        for each number of rows and of positions or drafts per row. Drafting times are listed for at most the drafter's
+        own number of drafts. `model_config`: the model's config.json, copied into the result."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         return {

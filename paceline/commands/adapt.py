@@ -86,10 +86,9 @@ def adapt_gate(
     """Judge whether a drafter may replace the serving one.
 
     Compares the acceptance and speed of both drafters on stored requests. Two conditions must hold. First, the new
-    drafter is faster on the class of similar requests that --cluster names; if it names several, on all of them
-    together. Second, its loss of speed is small on each other class and, if several are named, on each of these. If
-    only the second condition fails, blends of both drafters' weights are judged too. Exit status 0: passed, 3: not
-    passed, 2: an error.
+    drafter is faster on the classes of similar requests that --cluster names, taken together. Second, it is not much
+    slower on any single class. If only the second condition fails, blends of both drafters' weights are judged too.
+    Exit status 0: passed, 3: not passed, 2: an error.
 
     Examples:
       paceline adapt gate runs/mine/drafter --traces traces \\

@@ -117,7 +117,8 @@ def generate(
 
 
 def note_hidden_scores(sampling: SamplingParams, as_json: bool) -> None:
-    """Print a note if log-probabilities were requested without --json: only the JSON output contains them."""
+    """Print a note if the user requested log-probabilities but not --json, because only the JSON output contains
+    them."""
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None and not as_json:
             say(f"note: --{name.replace('_', '-')} shows only with --json")
@@ -150,8 +151,9 @@ def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None
 
 
 def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
-    """Return the token ids of a prompt, with the chat template and the system message `system`, or of its text alone if
-    `raw` is True. Raises TemplateError if the model has no chat template."""
+    """Return the token ids of a prompt. The prompt is put into the chat template as a user message, after the system
+    message `system` if there is one. If `raw` is True, its text alone is encoded. Raises TemplateError if the model has
+    no chat template but needs one."""
     if raw:
         return llm.tokenizer.encode(prompt)
     opening = [{"role": "system", "content": system}] if system else []

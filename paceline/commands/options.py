@@ -88,18 +88,18 @@ class Opt:
 
 
 class Changed:
-    """Marker in the `Annotated` type of a dataclass parameter: `x=Opt(...)` changes the option of the field `x`."""
+    """Annotation of a dataclass parameter of a command: `Changed(x=Opt(...))` changes the option of the field `x`."""
 
     def __init__(self, *fields: str, **opts: Opt) -> None:
         self.fields, self.opts = fields, opts
 
 
 class Only(Changed):
-    """Marker in the `Annotated` type of a dataclass parameter: only the fields with these names become options."""
+    """Annotation of a dataclass parameter of a command: `Only("a", "b")` makes options of these fields alone."""
 
 
 class Without(Changed):
-    """Marker in the `Annotated` type of a dataclass parameter: the fields with these names do not become options."""
+    """Annotation of a dataclass parameter of a command: `Without("a", "b")` makes no options of these fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,8 @@ class _Option:
 
 
 def options(command: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: fields of a command's dataclass parameters become options with their names, types and defaults."""
+    """Decorator of a command: makes options of the fields of its dataclass parameters, with their names and
+    defaults."""
     hints = get_type_hints(command, include_extras=True)
     flat: list[inspect.Parameter] = []
     configs: dict[str, tuple[type, list[_Option]]] = {}
@@ -321,9 +322,9 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 
 @contextlib.contextmanager
 def named(names: dict[str, str], also: str = r"^\w+(?= means nothing | is .*, but )|") -> Iterator[None]:
-    """Context manager that replaces field names by option names in the messages of PacelineErrors. `names`: field ->
-    option. Names in file paths are not replaced, nor those without an underscore, which may be ordinary words, unless
-    the regular expression `also`, which ends in "|", matches them."""
+    """Context manager: in messages of PacelineErrors, replaces names of dataclass fields by those of the user's
+    options. `names`: field -> option. A name without an underscore may be an ordinary word; it is replaced only where
+    the regular expression `also` (it ends in "|") matches. Names in file paths are never replaced."""
     try:
         yield
     except PacelineError as error:

@@ -234,8 +234,8 @@ def _with_keys(serving: ServeConfig, api_key_file: Path | None) -> ServeConfig:
 
 
 def warm_up(llm: LLM) -> None:
-    """Answer two short requests, so that weights and caches are in memory for the first real request, and the grammar
-    library has read the vocabulary."""
+    """Answer two short requests before a server starts, so that its first real request is not slow. Weights and caches
+    are then in memory, and the grammar library has read the vocabulary."""
     prompt = llm.tokenizer.encode("Hello") or [0]
     llm.generate_ids([prompt], SamplingParams(max_tokens=8, ignore_eos=True))
     if (

@@ -175,9 +175,9 @@ def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
 
 
 def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
-    """Load the model for a command that runs one request at a time, and print what was loaded. `word`: a model name
-    given as an argument, used if `engine` has the default model. `more`: further arguments of `LLM.of`. Raises
-    ConfigError if mocked acceptance accepts more drafts per round than the drafter makes."""
+    """Load the model for a command that runs one request at a time, and print what was loaded. `word`: the model's name
+    as an argument of the command; ignored if the user chose a model with --model. `more`: further arguments of
+    `LLM.of`. Raises ConfigError if mocked acceptance accepts more drafts per round than the drafter makes."""
     named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
     starting(named.model)
     from paceline.engine.llm import LLM
@@ -192,7 +192,7 @@ def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
 
 
 def is_named(engine: EngineConfig) -> bool:
-    """Return True if the user chose a model with --model, which is assumed if `engine.model` is not the default
+    """Return True if the user chose a model with --model. This is assumed if `engine.model` is not the default
     model."""
     return engine.model != EngineConfig().model
 

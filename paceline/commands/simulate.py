@@ -187,7 +187,8 @@ def _bar(prediction: Prediction, length: int, speedup: float) -> str:
 
 
 def print_notes(setup: Setup, *, stderr: bool) -> None:
-    """Print to stdout or `stderr` a prediction's assumptions, warnings and first two limits; count its other limits."""
+    """Print a prediction's assumptions, warnings and limits, to stderr if `stderr` is True, else to stdout. Only the
+    first two limits are printed; the others are counted."""
     lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
     lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:2])]  # the same after each answer
     if left := setup.limits[2:]:

@@ -28,9 +28,9 @@ def _given(context: typer.Context | None) -> list[str]:
 
 
 def check_own(words: Sequence[str], context: typer.Context | None) -> None:
-    """Check a call of `serve` without --engine, which uses paceline's own engine. Raises ConfigError for arguments that
-    are only for vLLM and SGLang: `words` (options after `--`), or one of their own options such as --check. `context`:
-    click's context of the command; None if called from Python."""
+    """Check the arguments of `serve` when paceline's own engine runs (no --engine). Raises ConfigError for arguments
+    that only vLLM and SGLang can use: `words` (options after `--`), or an option such as --check. `context`: click's
+    context of the command; None if called from Python."""
     refuse(
         ConfigError,
         (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too"),
@@ -49,10 +49,10 @@ def serve_with_other(
     words: tuple[str, ...],
     context: typer.Context | None,
 ) -> int:
-    """Start vLLM or SGLang with the model of `engine` and the drafter and address of `serving`, wait until it ends, and
-    return its exit status. `words`: further options for vLLM or SGLang. `context`: click's context of the running
-    command, whose options are checked; None if called from Python. Raises ConfigError for options that only paceline's
-    own engine has, for more than one drafter or API key, and for port 0."""
+    """Start vLLM or SGLang, wait until it ends, and return its exit status. It gets the model of `engine`, and the
+    drafter and address of `serving`. `words`: further options for vLLM or SGLang. `context`: click's context of the
+    command, which lists the options that the user set; None if called from Python. Raises ConfigError for options that
+    only paceline's own engine has, for more than one drafter or API key, and for port 0."""
     options = _given(context)
     for name in options:
         if name not in (*TAKEN, *OTHERS, "engine"):

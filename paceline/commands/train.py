@@ -106,8 +106,9 @@ def train(
 
 
 def kept_files(run: Path) -> list[str]:
-    """Return a sentence that names the folders of checkpoints and features of a run, with their size. They may be
-    deleted, unless the run shall be resumed. The sentence is in a list, which is empty without such folders."""
+    """Return a hint for the user: a sentence that names a run's folders of checkpoints and features, with their size,
+    and says that they may be deleted unless the run is to be resumed. The result is a list of this sentence, or an
+    empty list without such folders."""
     names = [
         path.name
         for path in sorted(run.iterdir())

@@ -75,17 +75,17 @@ def _name(name: str) -> str:
 
 
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Return engine -> metric name -> value, from the text of a /metrics page; {} without metrics of vLLM, SGLang,
-    llama.cpp or paceline.
+    """Read the metrics of a server's engines from the text of its /metrics page. Returns engine -> metric name ->
+    value; {} if the page has no metrics of vLLM, SGLang, llama.cpp or paceline.
 
-    - Engine: the value of its label `engine` or `dp_rank`; "" for a server without these labels.
+    - Engine: the value of the samples' label `engine` or `dp_rank`; "" for a server without these labels.
     - Value: the sum of the metric's samples. Samples that differ only in the rank (process of one engine) count once,
       with the largest value. SGLang's acceptance lengths and rates (MEANS) are not summed: the value is the mean of the
       samples above 0.
 
     `by`: names of labels, such as "position". Each value of such a label gives a further metric, named NAME{VALUE}.
-    `model`: the model to read; None if the page has only one. Raises ConfigError if the page has several models and
-    `model` is None, or does not have `model`.
+    `model`: the model to read; None if the page has only one. Raises ConfigError if the page does not have `model`, or
+    if `model` is None and the page has several models.
     """
     series = [one for one in read_series(text) if not _is_skipped(one)]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):

@@ -42,8 +42,8 @@ class Refused(PacelineError):
 
 
 class Client:
-    """Sends requests to one HTTP server, and retries them while the server is down or busy. Threads may share a client.
-    It gives up on a request once the server has answered no request at all for `patience_s` seconds."""
+    """Sends requests to one HTTP server, and retries them while the server is down or busy. A request fails when the
+    server has answered no request at all for `patience_s` seconds. Threads may share a client."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
         """`url`: the server's address, with or without /v1. `option`: its option's name, for error messages. Raises

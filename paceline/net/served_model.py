@@ -9,10 +9,12 @@ from paceline.net.streaming import Client
 
 
 def served_name(client: Client, wanted: str | None) -> str:
-    """Return the name of the model to use on an OpenAI-compatible server: `wanted`, or the first name in the server's
-    list if `wanted` is None. Raises DownloadError if the server does not answer, ConfigError if the key is wrong, and
-    ModelNotFoundError if the list does not have `wanted`. If the server has no list, `wanted` is not checked; without
-    `wanted`, this raises ConfigError."""
+    """Return the name of the model to use on an OpenAI-compatible server. This is `wanted` or, if it is None, the first
+    name in the server's list of models.
+
+    Raises DownloadError if the server does not answer, ConfigError if the key is wrong, and ModelNotFoundError if the
+    list does not have `wanted`. If the server has no list, `wanted` is returned unchecked, and None raises
+    ConfigError."""
     try:
         reply = client.get("/v1/models")
     except OSError as error:

@@ -106,8 +106,8 @@ class Client:
         self._open: set[HTTPConnection] = set()
 
     def get(self, path: str) -> Stream:
-        """Send a GET request and wait for the whole response. Raises ConnectionError if that fails; HTTP errors do not
-        raise."""
+        """Send a GET request and wait for the whole response. Raises ConnectionError if there is no complete response;
+        an HTTP error status raises no exception."""
         stream = self.ask("GET", path)
         if stream.failure:
             raise ConnectionError(stream.failure)
@@ -133,9 +133,9 @@ class Client:
         *,
         most: float = float("inf"),
     ) -> Stream:
-        """Send a request and wait for the whole response. Errors are reported in `Stream.failure`. `due_s`: scheduled
-        send time (time.perf_counter), only stored in the result [default: now]. A response body of more than `most`
-        bytes is cut off and gets the status 413 (TOO_LONG)."""
+        """Send a request and wait for the whole response. Errors are reported in `Stream.failure`. `due_s`: time for
+        which the request was scheduled (time.perf_counter); it is only stored in the result [default: now]. A response
+        body of more than `most` bytes is cut off, and the result gets the status 413 (TOO_LONG)."""
         sent_s = time.perf_counter()
         stream, connection = Stream(sent_s if due_s is None else due_s, sent_s), self._connection()
         num_bytes = 0

@@ -33,17 +33,17 @@ LINE, CELL = 0.19, 0.075
 
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
-    """Return the number of drafts that round `number` (from 1) of a simulated answer accepts. It differs between
-    rounds, so that their average follows `survival`, but it is not random: equal arguments give an equal number.
-    `survival[i]`: share of rounds whose first i + 1 drafts are accepted."""
+    """Return how many drafts round `number` (from 1) of a simulated answer accepts. `survival[i]`: share of rounds
+    whose first i + 1 drafts are accepted. The results for many rounds have these shares, but they are not random: equal
+    arguments give an equal result."""
     threshold = (number * GOLDEN) % 1.0
     return sum(survived > threshold for survived in survival)
 
 
 def token_times(survival: Sequence[float], first_s: float, round_s: float, count: int) -> list[tuple[float, int, bool]]:
-    """Return (seconds, number of the round, True for an accepted draft) for each of the `count` tokens of a simulated
-    answer. The first token comes after `first_s` seconds, then each round takes `round_s`. `survival[i]`: share of
-    rounds whose first i + 1 drafts are accepted."""
+    """Simulate when the `count` tokens of an answer are generated. Returns for each token (seconds since the start,
+    number of its round, True for an accepted draft). The first token comes after `first_s` seconds in round 0; each
+    later round takes `round_s` seconds. `survival[i]`: share of rounds whose first i + 1 drafts are accepted."""
     times = [(first_s, 0, False)]
     number = 0
     while len(times) < count:

@@ -160,12 +160,12 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """Return a curve from a training log as (x values, y values), with one point for each log entry in `lines`. `over`:
-    the entry's key for x, by default the number of blocks trained on so far. `key`: its key for y. Entries without one
-    of the two are left out.
+    """Return a curve from a training log as (x values, y values). `lines`: entries of the log; each gives one point.
+    `over`: key of the x value, by default the number of blocks trained on so far. `key`: key of the y value. Entries
+    without one of the two values are left out.
 
-    `kind`: dict of the entry that has the key for y: "heldout" or "ood" (results on held-out or out-of-domain prompts);
-    "" for the entry itself."""
+    `kind`: "heldout" or "ood" if the y value is in the entry's dict of this name (results on held-out or out-of-domain
+    prompts); "" if it is in the entry itself."""
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]

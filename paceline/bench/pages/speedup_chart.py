@@ -51,8 +51,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Data of a chart of speed-up over tokens per round: a predicted curve, measured points, and the slope of each of
-    these series."""
+    """Data of a chart of speed-up over tokens per round: a predicted curve, measured points, and the slope of each
+    series (speed-up gained by one more token per round)."""
 
     title: str
     kind: str
@@ -100,8 +100,9 @@ def chart_of(costs: CostsConfig, config: ChartConfig) -> Chart:
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the slope of the least-squares line for (x, y) pairs that passes through (1, 1), the point of plain
-    decoding: sum (x - 1)(y - 1) / sum (x - 1)^2. None if all x are 1."""
+    """Return the speed-up gained by one more token per round. `pairs`: (tokens per round, speed-up). This is the slope
+    of the least-squares line through (1, 1), the point of plain decoding: sum (x - 1)(y - 1) / sum (x - 1)^2. None if
+    all x are 1."""
     whole = sum((x - 1) ** 2 for x, _ in pairs)
     return sum((x - 1) * (y - 1) for x, y in pairs) / whole if whole > 0 else None
 

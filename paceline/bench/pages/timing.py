@@ -174,9 +174,10 @@ def record(
     repeat: int = 3,
     on_answer: Callable[[str], None] = ignore,
 ) -> Timing:
-    """Answer the prompt `prompt_ids` `repeat` times without drafts and `repeat` times with the LLM's drafter,
-    alternately. Returns the token times of two answers: for each way, the answer with the median total time. `prompt`,
-    `machine`: texts to store with the times. `on_answer` gets a progress text after each answer."""
+    """Record when the tokens of an answer are generated, without and with drafts. Answers the prompt `prompt_ids`
+    `repeat` times without drafts and `repeat` times with the LLM's drafter, alternately. Returns the token times of two
+    answers, one without and one with drafts: those with the median total time. `prompt`, `machine`: texts to store with
+    the times. `on_answer` gets a progress text after each answer."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
     engines = Engines(llm)
     engines.add("on", llm.drafter)

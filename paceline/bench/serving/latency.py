@@ -194,8 +194,8 @@ class LatencyBench:
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
         """Send all workloads to all contenders `repeat` times, after one short warm-up request per workload and
         contender. The contenders take turns: each gets the same few requests before all go on to the next few.
-        `on_answer` gets the names of workload and contender after each answer. Raises ConfigError if a warm-up request
-        fails."""
+        `on_answer` gets a text that names workload and contender after each answer. Raises ConfigError if a warm-up
+        request fails."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:
