@@ -189,8 +189,7 @@ class _Option:
 
 
 def options(command: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a command: makes options of the fields of its dataclass parameters, with their names and
-    defaults."""
+    """Decorator of a command: makes options of the fields of its dataclass parameters, with their defaults."""
     hints = get_type_hints(command, include_extras=True)
     flat: list[inspect.Parameter] = []
     configs: dict[str, tuple[type, list[_Option]]] = {}
