@@ -233,8 +233,8 @@ def _identity(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_config(drafter: str, config: BenchConfig) -> BenchConfig:
-    """Return `config` with only this drafter. Raises ConfigError for the drafter "none" (plain decoding, always
-    compared), and if `config` names other engines to compare with (`against`)."""
+    """Return `config` with only this drafter. Raises ConfigError for the drafter "none", because the drafter is always
+    compared with plain decoding. Raises it also if `config.against` names other engines to compare with."""
     if drafter == BASELINE:
         raise ConfigError(
             "none drafts nothing, so there is nothing to evaluate: name a drafter's folder, or use bench decode"

@@ -41,12 +41,12 @@ def described(llm: LLM) -> dict[str, Any]:
 def mocked_engine(
     llm: LLM, drafter: Drafter, acceptance: float | Marginals, num_nodes: int = 0, device_rounds: bool | None = None
 ) -> Engine:
-    """Return an engine with mocked acceptance: the number of accepted drafts does not depend on the target's output.
-    `num_nodes`: drafts per tree; 0 for chains of drafts. `acceptance`: for chains the mean tokens per round, bonus
-    token included; for trees marginals (how often the candidate of each rank is accepted at each draft position).
+    """Return an engine with mocked acceptance: a set number of drafts is accepted, whatever their tokens. `num_nodes`:
+    drafts per tree; 0 for chains of drafts. `acceptance`: for chains the mean tokens per round, bonus token included;
+    for trees marginals (how often the candidate of each rank is accepted at each draft position).
 
-    `device_rounds`: True runs each whole round as one CUDA graph; False does not. None decides by the target: True if
-    its passes run as CUDA graphs. Raises ConfigError for True if the target does not support it."""
+    `device_rounds`: True runs each whole round as one CUDA graph; False does not. None does so if the target's passes
+    run as CUDA graphs. Raises ConfigError for True if the target does not support it."""
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(acceptance, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)

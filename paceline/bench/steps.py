@@ -255,8 +255,8 @@ class MockBench:
 
     def run(self, on_pass: Callable[[str], None] = ignore) -> None:
         """Run each setting (batch size, acceptance length, chain or tree of drafts) `repeat` times, after one short
-        warm-up of each. Every second repetition reverses their order. `on_pass` gets a text that names the setting
-        after each pass, warm-ups included."""
+        warm-up of each. Every second repetition runs the settings in reverse order. `on_pass` gets a text that names
+        the setting after each pass, warm-ups included."""
         for number in range(-1, self.config.repeat):
             for setting in self.settings[:: -1 if number % 2 else 1]:
                 done = self._pass(setting, number)

@@ -58,8 +58,8 @@ def export(
     format cannot express are reported.
 
     A drafter with a draft vocabulary (part of the target's tokens) is written with the tensors d2t, t2d and lm_head,
-    which vLLM reads. If the drafter has no lm_head of its own, rows of the target's are copied, which needs --model.
-    Without --model, the format speculators then gives an error, and z-lab omits the draft vocabulary.
+    which vLLM reads. If it has no lm_head of its own, give --model: rows of the target's lm_head are copied. Without
+    --model, such a drafter cannot be written in the format speculators, and z-lab omits the draft vocabulary.
 
     The format gguf copies the target's tokenizer if --model is a GGUF file; llama.cpp does not load the drafter without
     the tokenizer.

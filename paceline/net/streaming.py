@@ -114,7 +114,8 @@ class Client:
         return stream
 
     def post(self, path: str, body: bytes, due_s: float | None = None) -> Stream:
-        """Send a POST request with the JSON `body`; see `ask`."""
+        """Send a POST request with the JSON `body`, and wait for the whole response. `due_s` and errors: as in
+        `ask`."""
         return self.ask("POST", path, body, due_s)
 
     def close(self) -> None:

@@ -104,8 +104,8 @@ def _drafts(length: int, block: int | None) -> str:
 
 
 def draw_png(timing: Timing, png: Path) -> None:
-    """Write a PNG with two columns, the answer and its speed without speculation and with speculation. Raises
-    ConfigError if matplotlib is missing."""
+    """Write a PNG of two columns: the answer without and with speculation, each with its speed. Raises ConfigError if
+    matplotlib is missing."""
     sides = [list(runs(side)) for side in (timing.off, timing.on)]
     num_lines = max(run.line for side in sides for run in side) + 1
     wide, high = 2 * 60 * CELL, (num_lines + 5) * LINE

@@ -282,8 +282,8 @@ def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def stop_in(text: str) -> str | None:
-    """Returns up to five characters from the middle of an answer as a stop string; None if they cannot be one, for
-    example because the answer begins with them."""
+    """Chooses a stop string for an answer, so that the answer would end in its middle: up to five characters from
+    there. Returns None if they cannot be a stop string, for example because the answer also begins with them."""
     middle = text[len(text) // 2 :][:STOP_CHARACTERS].strip()
     return middle if len(middle) > 1 and "\ufffd" not in middle and text.index(middle) > 0 else None
 
