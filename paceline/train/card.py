@@ -54,8 +54,8 @@ def target_hash(name: str) -> str:
 
 
 def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> Path:
-    """Writes the drafter's model card (see `card_text`, also for the arguments) to README.md in the folder `drafter`;
-    returns the file's path. Raises CacheError for disk errors."""
+    """Writes the drafter's model card to README.md in the folder `drafter`; returns the file's path. `figures`,
+    `served`: results of the training and of the engine, as for `card_text`. Raises CacheError for disk errors."""
     file = drafter / "README.md"
     write_whole(file, card_text(config, drafter, figures, served))
     return file

@@ -282,8 +282,8 @@ class LoopConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape(Checked):
-    """Architecture of a drafter. Sizes of a new drafter that are not given are the target's. With --init, only block
-    size and sliding window may differ from that drafter's."""
+    """Architecture of a drafter. A new drafter has the target's sizes where none are given. For the drafter of --init,
+    only block size and sliding window can be changed."""
 
     num_layers: Count = 3
     """Number of draft layers."""

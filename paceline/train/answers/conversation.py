@@ -44,8 +44,8 @@ class Conversation:
 
 @dataclass(slots=True)
 class Regenerated:
-    """Result of `regenerate`: the folder of the answers, and counts. On Ray, the counts cover all workers; otherwise
-    only this process."""
+    """Result of `regenerate`: the folder of the answers, and counts. The counts of a run on Ray cover all workers; in
+    any other run, each process counts only its own work."""
 
     answers: Path
     """Folder of the answers of all processes."""
@@ -68,8 +68,8 @@ class Regenerated:
 
 
 class ShardBuffer:
-    """Collects the answers of finished conversations in memory, and writes those of many conversations to disk as one
-    file. `shards`, given by the caller, writes the file."""
+    """Collects the answers of finished conversations in memory, and writes them to the storage `shards` in batches, so
+    that many conversations share one file."""
 
     def __init__(self, shards: Kept) -> None:
         self._shards, self.answers = shards, list[Answer]()

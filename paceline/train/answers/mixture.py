@@ -29,7 +29,7 @@ Source = tuple[str, float | None]
 
 @dataclass(slots=True)
 class Mixture:
-    """The prompts of one run, mixed from all its sources, and counts of rows that are not used."""
+    """The prompts of a run, taken from all its sources, and counts of the sources' rows that cannot be used."""
 
     prompts: list[Prompt] = field(default_factory=list)
     traced: list[Path] = field(default_factory=list)
@@ -88,15 +88,15 @@ def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -
 
 
 def others_of(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
-    """Returns settings for reading prompts that are used only for evaluation. `prompts`: their sources. Limit and
-    strictness are those of `config.prompting`; its tags are left out, since they select only training prompts."""
+    """Returns settings for reading evaluation prompts from the sources `prompts`. `limit` and `strict` are those of
+    `config.prompting`. Its `tags` are left out, since they select only training prompts."""
     return PromptsConfig(prompts, config.prompting.limit, config.prompting.strict)
 
 
 def check_begun(config: TrainConfig) -> None:
-    """Checks that the run in `config.out` can be resumed with `config`. Raises ConfigError in these cases:
+    """Checks that `config` can begin or resume the run in `config.out`. Raises ConfigError in these cases:
     - the run began with another target, `init`, `max_len` or `config.prompting.tags`;
-    - a source of prompts has no row with one of these tags."""
+    - one of these tags does not occur in a source of prompts."""
     from paceline.train.answers.run_identity import check_same_training  # imports PyTorch, which plans do without
 
     check_same_training(config)

@@ -35,8 +35,8 @@ until its longest answer is complete."""
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A prompt that a Ray worker answers. It has one conversation for each temperature and sample; the worker skips
-    those that are already finished."""
+    """A prompt that a Ray worker answers. Each answer, one for each configured temperature and sample number, begins a
+    conversation; the worker skips the conversations that are already finished."""
 
     prompt: Prompt
     finished: frozenset[str]
@@ -88,7 +88,8 @@ def _answered(llm: LLM, answering: AnswerConfig, batch: list[PromptTask]) -> lis
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
-    """Generates the target's answers here or on a Ray cluster; the implementation of `paceline.train.regenerate`."""
+    """Generates the target's answers; the implementation of `paceline.train.regenerate`. Uses the Ray cluster
+    `config.remote.ray`; if that is None, this machine or the configured server."""
     if config.remote.ray is None:
         return regenerate_run.run(config, progress)
     ranks = Ranks.here()

@@ -70,10 +70,10 @@ class PromptEncoder:
         return self.encode(prompt, self.messages_of(prompt))
 
     def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        """Returns the token ids of the conversation `messages`, which belongs to `prompt`, rendered by the chat
-        template. Tools of the prompt replace those of the config. There are two exceptions: a prompt that is given as
-        token ids is returned unchanged; with `raw`, only the prompt's text is encoded. Raises RowError if the template
-        rejects the messages, or for a token id that the target does not have."""
+        """Returns the token ids of the conversation `messages`, rendered by the chat template. `prompt`: the prompt
+        with which it began; if the prompt has tools, they replace those of the config. `messages` is not used for a
+        prompt that is given as token ids, which are returned unchanged, nor with `raw`, which encodes the prompt's text
+        alone. Raises RowError if the template rejects the messages, or for a token id that the target does not have."""
         where = prompt.where or f"{prompt.source}, prompt {prompt.id}"
         if prompt.token_ids:
             if max(prompt.token_ids) >= self.vocab_size:

@@ -52,7 +52,8 @@ IN_FLIGHT_PER_ROW = 2
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
-    """Generates the target's answers on this machine; implements `paceline.train.regenerate` for a run without Ray."""
+    """Generates the target's answers without Ray, on this machine or by the configured server.
+    `paceline.train.regenerate` is the public function."""
     with prepared(config, progress) as job:
         shards = AnswerShards(config.out / "answers", job.ranks.rank)
         done = Regenerator(job.llm, shards, config.answering).run(job.prompts, job.bars)
@@ -94,8 +95,9 @@ def prepared(
     folder `config.out`.
     - `what`: the run's type, stored in its config.json.
     - `more`: settings that a resumed run must repeat, in addition to those of `config`.
-    - `fill`: function of the caller for prompts that the target writes; (opener, seed) -> the text with which the
-      prompt begins. An opener is a configured beginning; the seed differs for every prompt.
+    - `fill`: used only for prompts that the target itself writes. Such a prompt begins with an opener, a text from the
+      configuration. `fill(opener, seed)`, given by the caller, returns the text to use in its place; the seed differs
+      for every prompt.
 
     Raises ConfigError if the folder holds a run with other settings, PromptError for unusable prompts, CacheError for
     disk errors, and another PacelineError if the target cannot be loaded."""

@@ -57,7 +57,7 @@ class ChatRequest:
 
 
 class RemoteLLM(TokenizerOnly):
-    """Replaces an LLM: the tokenizer is local, the model runs on a server."""
+    """Stands in for an `LLM` whose target runs on a server: has the tokenizer, and sends requests to the server."""
 
     def __init__(self, tokenizer: Tokenizer, client: Client, served_name: str | None, num_at_once: int) -> None:
         """Raises ConfigError if `served_name` is None and the server does not list its models, DownloadError if the
@@ -73,7 +73,7 @@ class RemoteLLM(TokenizerOnly):
 
 @dataclass
 class RayTokenizer(TokenizerOnly):
-    """Replaces an LLM whose model runs on the workers of a Ray cluster: holds only the tokenizer."""
+    """Stands in for an `LLM` whose target runs on the workers of a Ray cluster: has only the tokenizer."""
 
     introduction: str
 
@@ -137,8 +137,8 @@ class RemoteEngine:
         self._next_id = 0
 
     def add(self, prompt_ids: list[int], params: SamplingParams, *, chat: ChatRequest | None = None) -> int:
-        """Queues a request for the server; returns its id. `chat`: the prompt as messages, for servers that accept
-        neither token ids nor the rendered text. Raises ConfigError for parameters with a grammar."""
+        """Queues a request for the server; returns its id. `chat`: the same prompt as messages, sent to servers that
+        accept neither token ids nor the rendered text. Raises ConfigError for parameters with a grammar."""
         if params.grammar is not None:
             raise ConfigError(NO_GRAMMAR)
         request_id, self._next_id = self._next_id, self._next_id + 1
@@ -169,7 +169,8 @@ class RemoteEngine:
                 self._run(*request)
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager without effect: the server chooses the size of its prefill chunks."""
+        """Returns a context manager without effect, to match the interface of `engine.Engine`. The size of prefill
+        chunks is the server's choice."""
         return contextlib.nullcontext()
 
     def step(self) -> list[Chunk]:
@@ -238,9 +239,9 @@ class RemoteEngine:
 
 def read_answer(response: Any, seq: Sequence, tokenizer: Tokenizer) -> tuple[list[int], str, Any]:
     """Reads `response`, the JSON object that a server returned for the request `seq`. Returns (token ids, text, finish
-    reason: "stop" or "length"). Without token ids in the response, `tokenizer` encodes the text. Raises LostAnswer if
-    the token ids do not match the text, if the answer ended for another reason, or if the server reports other prompt
-    tokens than those of `seq`."""
+    reason: "stop" or "length"). Without token ids in the response, `tokenizer` encodes the text. Raises LostAnswer for
+    a malformed response, if the answer's token ids are uncertain, if it ended for another reason, or if the server
+    answered another prompt than that of `seq`."""
     try:
         (choice,) = response["choices"]
         message = choice.get("message") or {}

@@ -25,8 +25,9 @@ from paceline.train.learn.checkpoint import check_same
 
 def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
     """Returns the settings (name -> value) that determine the answers: target, prompts and sampling. A resumed run must
-    repeat them; it may only add prompts, temperatures or samples. `engine`: the target's engine settings. `ranks`:
-    their number is one of the settings if the target writes prompts, since each process then writes its own."""
+    repeat them; it may only add prompts, temperatures or samples. `engine`: the target's engine settings. `ranks`: the
+    run's processes. If the target writes the prompts, the number of processes is one of the settings, since each
+    process writes its own prompts."""
     prompts, engine = config.prompting, settle(engine)
     settings = {
         "target": identity_of(engine.model),
@@ -45,9 +46,10 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
 
 
 def check_same_training(config: TrainConfig) -> None:
-    """Raises ConfigError if the run in `config.out` began with another target, `init` (drafter to continue) or
-    `max_len`. A setting that the run has not stored is not compared, nor a `max_len` of None. As long as the run has no
-    checkpoint, only another adapter (fine-tuned weights on a base model) is an error."""
+    """Checks that the run in `config.out` can be resumed with `config`. Raises ConfigError if it began with another
+    target, `init` (drafter to continue) or `max_len`. Only settings that the run has stored are compared; a `max_len`
+    of None fits any. Before the first checkpoint these settings may change, except for an adapter (fine-tuned weights
+    on a base model)."""
     file, has_steps = config.out / "config.json", any((config.out / "checkpoints").glob("step-*"))
     stored = read_json(file) if file.is_file() else {}
     now = {"init": config.init, "max_len": stored.get("max_len") if config.max_len is None else config.max_len}
@@ -62,10 +64,10 @@ def check_same_training(config: TrainConfig) -> None:
 
 
 def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
-    """Checks that the run in the folder `out` can be resumed with `settings`; returns True if they extend the run's
-    stored settings, for example by more prompts. Returns False if they are equal, or if the folder has no run. `kind`:
-    the run's type, such as "regenerate". Raises ConfigError for a run of another type, or for any other difference,
-    which the message names."""
+    """Checks that the run in the folder `out` can be resumed with `settings`. Returns True if they extend the run's
+    stored settings, for example by more prompts. Returns False if they equal these, or if the folder has no run.
+    `kind`: the run's type, such as "regenerate". Raises ConfigError for a run of another type, or for any other
+    difference, which the message names."""
     file = out / "config.json"
     if not file.is_file():
         return False
@@ -83,7 +85,7 @@ def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
 
 def opened_run(out: Path, kind: str, settings: dict[str, Any]) -> RunFolder:
     """Opens the run in the folder `out`, or creates one of type `kind`. Raises ConfigError if the run is of another
-    type or has other settings."""
+    type, or cannot be resumed with these settings (see `check_same_run`)."""
     if (out / "config.json").is_file():
         check_same_run(out, kind, settings)
     else:

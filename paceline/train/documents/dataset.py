@@ -165,7 +165,7 @@ def read_documents(
     """Yields each answer with its prompt as a training document, cut at `max_len` tokens (prompt included) and before
     an endless repetition. Skipped answers are counted in `counts`, under num_too_short, num_prompt_too_long and
     num_repeated (duplicates). Unusable rows are counted in `dropped`; if it is None, the first one raises PromptError.
-    `once`: skip duplicates; this holds a hash of every answer in memory."""
+    `once`: True to skip duplicates, which needs memory for one hash per answer."""
     counts.update(num_too_short=0, num_prompt_too_long=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
     for answer in answers_of(sources, dropped):
@@ -228,7 +228,7 @@ def check_answers(
 
 
 def check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
-    """Raises PromptError, with the document's key, for a token id that the target does not have."""
+    """Raises PromptError if a document has a token id that the target does not have, since another model wrote it."""
     for document in (*corpus.train, *corpus.heldout):
         if not has_vocabulary(document, vocab_size):
             low, high = int(document.tokens.min()), int(document.tokens.max())
@@ -258,18 +258,18 @@ def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 
 
 
 def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> int:
-    """Returns how many of `num_prompts` prompts to hold out: the share `share`, rounded up, at least `fewest` and at
-    most `most`. `fewest` never makes it more than half of the prompts. Returns 0 for fewer than ten prompts, or if
-    `share` is 0."""
+    """Returns how many of `num_prompts` prompts to hold out: the share `share`, rounded up, but at least `fewest` and
+    at most `most`. If `fewest` is more than half of the prompts, half of them is the minimum. Returns 0 for fewer than
+    ten prompts, or if `share` is 0."""
     if not share or num_prompts < 10:
         return 0
     return min(most, max(math.ceil(share * num_prompts), min(fewest, num_prompts // 2)))
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns the number of tokens to keep of a text, to cut off an endless repetition at its end. Such a text ends in
-    the same 1 to 64 tokens at least three times in a row; after the first time, they fill at least 12 tokens. Two
-    rounds of them are kept, or 12 tokens if these are more. Any other text is kept whole."""
+    """Returns how many tokens of a text to keep, so that an endless repetition at its end is cut off. In such a text,
+    the last 1 to 64 tokens occur at least three times in a row, and all but the first occurrence together have at least
+    12 tokens. Two occurrences are kept, or 12 tokens if that is more. For any other text, returns its full length."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])

@@ -45,8 +45,8 @@ REMEDY = "free space or choose another --out"
 
 
 class StoredDocuments(Sequence[Document]):
-    """A sequence of documents in files; each is read from disk on access. `rows`: indices of the stored documents that
-    form the sequence, in this order; None for all documents in `folder`."""
+    """A sequence of documents that are stored in files of `folder`; each is read from disk on access. `rows`: indices
+    of the folder's documents that form this sequence, in order; None for all."""
 
     def __init__(self, folder: Path, rows: NDArray[np.int64] | None = None) -> None:
         """Raises CacheError if the folder is not one of `write_documents`."""

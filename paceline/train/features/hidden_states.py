@@ -70,7 +70,7 @@ class FeatureSource(Protocol):
 
 
 class MeasuredSource(FeatureSource, Protocol):
-    """A feature source that also has its list of documents, and the bytes that their hidden states need."""
+    """A feature source that also provides its list of documents, and the size of their hidden states."""
 
     @property
     def documents(self) -> Sequence[Document]: ...
@@ -82,8 +82,8 @@ class MeasuredSource(FeatureSource, Protocol):
 
 
 class OnlineFeatures:
-    """Computes the target's hidden states of a document when they are requested. Tokens with which the previous
-    document began too are not computed again."""
+    """Computes the target's hidden states of a document when they are requested. The beginning that a document shares
+    with the previously requested one is not computed again."""
 
     def __init__(
         self, target: Target, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
@@ -231,11 +231,11 @@ def cache_features(
 ) -> CachedFeatures:
     """Computes the features of those documents of `cached` that have no file, and writes their files; returns `cached`.
     Several runs may write to the same folder concurrently.
-    - `source`: computes the features.
+    - `source`: computes the features of one document at a time.
     - `ranks`: the processes, each of which writes a share of the documents; None for a single process.
     - `on_document`: called once for each document of this process's share, to report progress.
-    - `computing`: replaces `source.of`. It is called with the numbers of the missing documents, and returns a context
-      manager that yields a function, document number -> features.
+    - `computing`: used in place of `source.of`, for example to compute several documents at once. It takes the numbers
+      of the missing documents, and returns a context manager that yields a function, document number -> features.
 
     Raises CacheError if the disk is too small or fails."""
     share, missing = (ranks or Ranks()).share_of(len(cached.documents)), cached.missing()
@@ -254,8 +254,8 @@ def cache_features(
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises CacheError if the disk of `folder` lacks room for `num_bytes` of new features and a margin: as much again,
-    up to a share of the disk."""
+    """Raises CacheError if the disk of `folder` is too small for `num_bytes` of new features. Some of the disk must
+    stay free: as many bytes again, but at most 5% of the disk (`FREE_MARGIN`) or 4 GB (`MOST_MARGIN`)."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     disk = shutil.disk_usage(existing)
     if num_bytes > disk.free - min(num_bytes, FREE_MARGIN * disk.total, MOST_MARGIN):
@@ -306,10 +306,10 @@ def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple
 def stored_scale(
     file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool, mark: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns the results of `measure_scale` (scale [F], mean [F]) as stored in `file`, so that a resumed run scales
-    features as before. If the file is missing, or was written with another `mark`, they are measured. The process with
-    `is_first` True then writes them to the file. `mark`: text that identifies the features. Raises CacheError if the
-    file is damaged or cannot be written."""
+    """Returns (scale [F], mean [F]), as `measure_scale` defines them. They are read from `file`, so that a resumed run
+    scales features as before. If the file is missing, or belongs to other features, they are measured; the process with
+    `is_first` True then writes the file. `mark`: text that identifies the features. Raises CacheError if the file is
+    damaged or cannot be written."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             with safe_open(file, "pt") as stored:
@@ -324,8 +324,9 @@ def stored_scale(
 
 @torch.no_grad()
 def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tensor) -> None:
-    """Changes `fc`, the network's projection of the features, so that it takes features multiplied by scale_F [F]; its
-    outputs stay the same. `state_dict` and `load_state_dict` still use weights for unscaled features."""
+    """Changes `fc`, the network's projection of the features, so that it takes features multiplied by scale_F [F],
+    which have similar magnitudes. Its outputs stay the same. `state_dict` and `load_state_dict` still use weights for
+    unscaled features."""
     fc = network.fc
     scale_F = scale_F.to(fc.weight.device)
 
@@ -343,7 +344,8 @@ def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tenso
 @torch.no_grad()
 def begin_without_mean(network: DFlashNetwork | Eagle3Network, mean_F: Tensor) -> None:
     """Initialises `fc`, the network's projection of the features, for scaled features. All F features get weights of
-    the same standard deviation. The input mean_F [F], the mean of the scaled features, gives the output zero."""
+    the same standard deviation. The mean of the scaled features, mean_F [F], is projected to zero, so that the constant
+    part of the inputs does not dominate the first outputs."""
     weight, mean_F = network.fc.weight, mean_F.to(network.fc.weight.device)
     weight.mul_(0.02 / weight.std(dim=0, keepdim=True).clamp(min=1e-12))
     weight.sub_(torch.outer(weight @ mean_F, mean_F) / mean_F.square().sum())

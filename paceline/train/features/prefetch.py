@@ -41,9 +41,8 @@ class PackPrefetcher:
         self._packs = deque(self._executor.submit(self._next) for _ in range(depth))
 
     def take(self, chosen: list[Chosen]) -> Pack:
-        """Returns the next pack; waits if it is not ready. `chosen`: the blocks that the caller expects in this pack;
-        they must have the same contents as those that `pieces` yielded. Raises the error that occurred while the pack
-        was assembled."""
+        """Returns the next pack; waits until it is ready. `chosen`: the blocks that the caller expects in it, used to
+        check that packs are taken in the planned order. Raises the error that occurred while the pack was assembled."""
         planned, hand_over = self._packs[0].result()  # an error stays in the queue: a second call raises it again
         self._packs.popleft()
         self._packs.append(self._executor.submit(self._next))

@@ -74,10 +74,10 @@ class Sources:
     _sources: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document]) -> FeatureSource:
-        """Returns a feature source for `documents`. `config.features` selects how it gets the hidden states; "auto"
-        chooses one of these:
+        """Returns a feature source for `documents`. On a Ray cluster, hidden states are always computed before training
+        and stored on disk. Elsewhere, `config.features` selects one of these methods, or "auto", which chooses one:
         - online: computed on request;
-        - cached: computed before training and stored on disk. On a Ray cluster, this is always used;
+        - cached: computed before training and stored on disk;
         - streamed: for training documents, threads compute them in advance; for other documents, as cached."""
         is_learned = documents is self.documents
         if self.config.remote.ray:
@@ -103,9 +103,9 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Context manager: inside it, threads compute in advance what the training steps of `trainer` need next. For
-        streamed features, they compute the hidden states of the next documents. For features on disk, or streamed to a
-        GPU, a thread also assembles the next packs (batches of training blocks)."""
+        """Context manager: inside it, threads compute in advance what the next training steps of `trainer` need. If
+        features are streamed, these are the hidden states of the next documents. If features are stored on disk, or
+        streamed to a GPU, the next packs (batches of training blocks) are also assembled in advance."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
                 stack.callback(self.stream.close)

@@ -31,8 +31,9 @@ from paceline.model.torch.sdpa import working_kernels
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Describes which positions of which documents are in a pack (a batch of training blocks). Tensors of a pack hold
-    the context positions of one document after the other, and the blocks in the same order of documents."""
+    """Describes the contents of a pack (a batch of training blocks from one or more documents): the context positions
+    and the blocks of each document. A pack's tensors hold the context positions of one document after the other, and
+    the blocks in the same order of documents."""
 
     context_lens: tuple[int, ...]
     """Number of context positions per document."""
@@ -222,8 +223,8 @@ TILE = 128
 
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
-    """Returns PyTorch's (flex_attention, create_block_mask), compiled by torch.compile with `backend`. They accept
-    inputs of any size; flex_attention is compiled again when the size changes for the first time."""
+    """Returns PyTorch's (flex_attention, create_block_mask), compiled by torch.compile with `backend` for inputs of any
+    size."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     make = functools.partial(torch.compile, dynamic=True, backend=backend)

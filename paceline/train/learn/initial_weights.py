@@ -166,8 +166,8 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
 
 def embedding_matrix(target: Target, config: DFlashConfig | None = None, own: Vocabulary = ALL_TOKENS) -> Tensor:
     """Returns a copy of the embedding matrix [V, D] that the drafter reads, with a row for each of the target's V
-    tokens. Usually it is the target's. A drafter of another width than the target's (`config.has_own_width`) reads the
-    rows of its own LM head, `own.head_VD`, instead."""
+    tokens. It is the target's matrix, unless the drafter has another width than the target (`config.has_own_width`).
+    The rows of such a drafter are those of its own LM head, `own.head_VD`."""
     if config is not None and config.has_own_width and own.head_VD is not None:
         rows_V = rows_of_tokens(own.ids, config.mask_token_id, target.vocab_size)
         return own.head_VD[rows_V].to(target.device, target.dtype)

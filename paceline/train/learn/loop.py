@@ -121,7 +121,7 @@ class Trainer:
 
     @property
     def share_done(self) -> float:
-        """Completed share of the run, 0 to 1: of the steps, or of the allowed minutes if that is larger."""
+        """Completed share of the run, 0 to 1: the larger one of the shares of its steps and of its allowed minutes."""
         by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
@@ -151,8 +151,8 @@ class Trainer:
         """Trains up to the configured steps or minutes, and writes checkpoints. Returns True at the end, False if
         stopped earlier. Raises TrainingError for a loss that is not finite, ProcessesError if processes differ in
         state.
-        - `on_step`: called after each step with its figures, a line of metrics.jsonl. After an evaluation, the figures
-          include "heldout" and, with such documents, "ood" (out of distribution).
+        - `on_step`: called after each step with its measurements (name -> value), a line of metrics.jsonl. After an
+          evaluation they include "heldout" and, if the run has out-of-distribution documents, "ood".
         - `notice`: called with each warning text.
         - `should_stop`: called after each step; if it returns True in one process, all processes save a checkpoint and
           stop."""
@@ -391,9 +391,9 @@ class Trainer:
 
 
 def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
-    """Returns the loss, in nats per token, of a drafter that knows only how frequent each token is: the entropy of the
-    counts counts_V [V]. It is a baseline for measured losses. `drafted`: ids of the draft vocabulary; None for all
-    tokens. Tokens outside it have the loss 0."""
+    """Returns a baseline for measured losses, in nats per token: the loss of a drafter that always predicts the overall
+    frequencies of tokens. It is the entropy of the counts counts_V [V]. `drafted`: ids of the draft vocabulary, None
+    for all tokens; tokens outside it count as loss 0."""
     total = counts_V.sum()
     counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]

@@ -93,8 +93,8 @@ class Head:
 
 @dataclass(slots=True)
 class SlotMetrics:
-    """Sums over blocks: the loss, and for each slot (draft position of a block) the numbers of correct drafts. Packs
-    and processes are added; `rates` returns averages."""
+    """Sums over training blocks: the loss, and for each slot (draft position of a block) the numbers of correct drafts.
+    Sums of several packs and processes can be added up; `rates` returns averages."""
 
     flat: Tensor
     """The sums as one vector [3 + 8 K]: the loss, then `sums_4K`, `selector_2` and `selector_4K`."""
@@ -319,8 +319,8 @@ def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetric
     with these counts in `sums_4K`; its other sums are zero.
 
     logits_RV: one row per slot, R = A * K for A blocks. label_R1: column of the target's token in each row. valid_AK:
-    True for slots inside the document. Of tokens with equal logits, frequent in bfloat16, one counts as the most
-    probable."""
+    True for slots inside the document. If several tokens share the highest logit, which is frequent in bfloat16, only
+    one of them counts as the most probable."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
     top1_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     top16_AK = (rank_AK < NUM_RECALLED) & valid_AK
@@ -352,8 +352,8 @@ class LossVocabulary:
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
         """Returns an LM head that has rows only for the tokens of one step's loss, among them all `labels` (token ids).
-        Logits of sampled tokens are raised, so that they also represent tokens that were not sampled. `generator`:
-        draws the sample. `scale`: factor on the logits; `cap`: their soft cap, 0 for no cap."""
+        The logits of sampled tokens are increased, since each stands for several tokens that were not sampled.
+        `generator`: draws the sample. `scale`: factor on the logits; `cap`: their soft cap, 0 for no cap."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]
         certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))

@@ -64,9 +64,9 @@ class Optimisers:
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
 
     def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Restores the optimiser states of a checkpoint (name -> tensor, as from `states`) in the dtype of their
-        parameters. `laid_out(parameter, state)`, given by the caller, returns the part of a state that this process
-        holds."""
+        """Restores the optimiser states of a checkpoint. `stored`: name -> tensor, as from `states`; each gets the
+        dtype of its parameter. `laid_out`, given by the caller: (parameter, complete state) -> the part of the state
+        that this process holds."""
         slots = [[(weight, group) for group in one.param_groups for weight in group["params"]] for one in self.every]
         for name, tensor in stored.items():
             number, index, key = name.split(".")

@@ -109,9 +109,9 @@ class Packer:
 
 
 def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
-    """Returns the context of the blocks at these anchors of one document: the range of positions, before the last
-    anchor, that covers everything the blocks attend to. `window`: largest sliding window of the network's layers, in
-    positions; None if a layer attends to all positions."""
+    """Returns the context of some blocks of one document, as a range of positions. It covers all positions that the
+    blocks attend to, up to the last anchor (excluded). anchors_A [A]: positions of the blocks' anchors. `window`:
+    largest sliding window of the network's layers, in positions; None if a layer attends to all positions."""
     return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
 
 

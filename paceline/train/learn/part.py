@@ -79,8 +79,8 @@ def factors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def restore_factors(network: nn.Module, checkpoint: Checkpoint) -> None:
     """Restores the low-rank factors of a resumed run: moves them from `checkpoint.optimisers` into the network, which
-    has the weights of the drafter in --init. Raises ConfigError if the weights then differ from the checkpoint's, since
-    --init names another drafter than at the run's start."""
+    must already have the weights of the drafter in --init. Raises ConfigError if the resulting weights are not the
+    checkpoint's: --init then names another drafter than at the run's start."""
     for name, weight in factors(network):
         weight.copy_(checkpoint.optimisers.pop(name))
     for name, weight in network.state_dict().items():

@@ -57,9 +57,9 @@ def time_left(trainer: Trainer) -> str:
 
 
 def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
-    """Returns {"eal", "loss"}: the expected acceptance length and the loss of the latest evaluation on held-out
-    documents. If the run has no held-out documents, they are those of the last training step. A value is None if it was
-    not measured yet."""
+    """Returns the latest {"eal": expected acceptance length, "loss": loss}, measured on held-out documents. In a run
+    without held-out documents, they are measured on the blocks of the last training step. A value is None if it was not
+    measured yet."""
     seen = [line.get("heldout") if "heldout" in trainer.heldout else line for line in run.metrics()]
     newest = next((figures for figures in reversed(seen) if figures), {})
     return {key: newest.get(key) for key in ("eal", "loss")}

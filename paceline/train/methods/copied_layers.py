@@ -141,10 +141,10 @@ def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
 
 @torch.no_grad()
 def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
-    """Returns the typical magnitude of the outputs of a query or key projection. A draft layer that normalises these
-    outputs begins with this value as the weight of the norm, so that it keeps their scale. `projection`: linear layer
-    with heads of `head_dim` outputs each; `norm_D`: weight of the norm of its inputs. The geometric mean over the heads
-    is used, so a single head with very large biases has little effect."""
+    """Returns the typical magnitude of the outputs of a query or key projection. A copied draft layer that norms these
+    outputs begins with this value as the norm's weight; otherwise the norm would change their magnitude. `projection`:
+    linear layer with heads of `head_dim` outputs each. `norm_D`: weight of the norm of its inputs. The result is a
+    geometric mean over the heads, so a single head with very large biases has little effect."""
     square_X = (projection.weight * norm_D).square().sum(1)
     if projection.bias is not None:
         square_X = square_X + projection.bias.square()
