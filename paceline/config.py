@@ -128,18 +128,18 @@ class EngineConfig:
 
     @property
     def most_drafted(self) -> int | None:
-        """Maximum number of tokens drafted per round: the number in `speculate` if that is a number above 0, else
-        `num_drafted`. None: the drafter decides."""
+        """Maximum number of tokens drafted per round; None if the drafter decides. It is the number in `speculate`, if
+        there is one above 0, otherwise the setting `num_drafted`."""
         return self.speculation.num_drafted or self.num_drafted
 
     @property
     def mocked(self) -> float | tuple[float, ...] | Marginals | None:
-        """The mocked acceptance; None if acceptance is not mocked.
+        """The mocked acceptance, with which performance tests accept drafts regardless of the target's logits; None if
+        drafts are verified.
 
         - float: mean tokens per round, bonus token included
         - tuple: survival curve, the shares of rounds whose first 1, 2, ... drafts are accepted
-        - Marginals: how often the candidate of each rank is accepted at each draft position
-        """
+        - Marginals: how often the candidate of each rank is accepted at each draft position"""
         if self.mocked_marginals:
             return Marginals(self.mocked_marginals)
         mean = self.mocked_tokens_per_round
@@ -147,8 +147,8 @@ class EngineConfig:
 
     @property
     def mocked_as(self) -> str:
-        """Description of the mocked acceptance for users, such as "4 tokens a round"; "" if acceptance is not
-        mocked."""
+        """Description of the mocked acceptance (see `mocked`) for users, such as "4 tokens a round"; "" if drafts are
+        verified."""
         if self.mocked_marginals:
             firsts = ", ".join(f"{share:.3g}" for share in Marginals(self.mocked_marginals).firsts)
             return f"marginals of {len(self.mocked_marginals)} draft positions, the most probable token's {firsts}"

@@ -203,8 +203,8 @@ class BusyClock:
         return time.monotonic(), busy, own.user + own.system
 
     def others_share(self) -> float:
-        """Return the CPU time used by all other processes since creation, as a share (0 to 1) of the time of all cores.
-        Child processes of this process are included. So is the time that the host of a virtual machine used for
-        others."""
+        """Return the CPU time used by other processes since creation, as a share (0 to 1) of the time of all cores.
+        Child processes of this process count as others. In a virtual machine, the time that the host withheld is
+        included."""
         wall_s, busy_s, own_s = (now - began for now, began in zip(self._now(), self._began, strict=True))
         return min(1.0, max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1)))) if wall_s else 0.0

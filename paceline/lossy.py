@@ -57,8 +57,8 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Lenience:
-    """Rejection sampling that accepts more drafts: the acceptance test multiplies the draft's probability by `l`
-    (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
+    """Rejection sampling that accepts more drafts: in the acceptance test, the drafter's probability of a draft is
+    multiplied by `l`, which is at most 1 (Leviathan et al., arXiv 2211.17192, appendix A.5)."""
 
     l: Annotated[float, _PART] = 1.0  # noqa: E741  # the paper's letter
     """Factor of the draft's probability in the acceptance test; 1 is lossless."""
@@ -217,9 +217,9 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Mean deviation of one answer's tokens from the target's distribution, caused by a lossy rule. In a greedy answer,
-    a token that differs from the target's top token counts as total variation 1 and as KL divergence log(p(top token) /
-    p(token)), with the target's probabilities p. Any other token counts as 0."""
+    """Mean deviation of one answer's tokens from the target's distribution, caused by a lossy rule. Each token of a
+    greedy answer is compared with the target's top token: an equal one counts as 0; another one as total variation 1
+    and as KL divergence log(p(top token) / p(token)), with the target's probabilities p."""
 
     rule: str
     max_tv: float | None

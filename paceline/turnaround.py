@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Timings:
-    """Durations and time stamps of one request, in seconds; stamps are values of time.perf_counter. The phases from
-    `queue_s` to `between_s` divide the time from `arrival_s` to `until_s` without gaps."""
+    """Durations and time stamps of one request, in seconds; stamps are values of time.perf_counter. The durations from
+    `queue_s` to `between_s`, in the order of the fields, add up to the time from `arrival_s` to `until_s`."""
 
     arrival_s: float = 0.0
     """Stamp: arrival at the engine."""

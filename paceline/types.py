@@ -37,8 +37,8 @@ CANDIDATE = "candidate"
 
 
 class Constraint(Protocol):
-    """Grammar state of one answer. `follow` checks drafts against the grammar; `mask` sets the logits of forbidden
-    tokens to -inf. `engine.grammar.Grammar` implements it."""
+    """Interface of the grammar state of one answer; `engine.grammar.Grammar` implements it. `follow` returns the
+    leading drafts that the grammar allows. `mask` sets the logits of forbidden tokens to -inf."""
 
     @property
     def has_failed(self) -> bool: ...
@@ -50,7 +50,8 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Selects one of the loaded drafters (the pool) for a request: by its name, or by the request's classes."""
+    """Selects one of the loaded drafters for a request: the one that the request names, or one that the router chooses
+    by classes of similar requests."""
 
     drafter: str = ""
     """Name of the requested drafter; if empty, the router chooses, or without a router the first one is used."""
@@ -97,8 +98,8 @@ class Row:
     """Function that computes `offers` on demand; its argument names draft sources to leave out."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Return the row's `offers`. If the row has a function `ask`, it computes them first. `unwanted`: draft sources
-        that `ask` leaves out."""
+        """Return the row's `offers`, from which the planner chooses. If the field `ask` is set, this function computes
+        them first. `unwanted`: draft sources to leave out; used only by `ask`."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers
@@ -171,14 +172,14 @@ class Sequence:
 
     @property
     def kind(self) -> RowKind:
-        """Sampling mode: "greedy", "seeded" (the client gave a seed) or "sampled". Seeded rows get deterministic
-        drafts, so that their text equals that of plain decoding; sampled rows may get sampled drafts."""
+        """Sampling mode: "greedy", "seeded" (the client gave a seed) or "sampled". A seeded request gets deterministic
+        drafts, so that its text equals that of plain decoding; a sampled one may get sampled drafts."""
         return "greedy" if self.params.is_greedy else "sampled" if self.params.seed is None else "seeded"
 
     @property
     def planned_kind(self) -> RowKind:
-        """Sampling mode under which the planner counts acceptance. It is `kind` without a lossy rule. With one it is
-        "lossy" for a greedy request, else "lossy sampled"."""
+        """Sampling mode for which the planner counts acceptance. A request with a lossy rule has a mode of its own:
+        "lossy" if it is greedy, otherwise "lossy sampled". Any other request has the mode `kind`."""
         if self.params.lossy is None:
             return self.kind
         return "lossy" if self.params.is_greedy else "lossy sampled"

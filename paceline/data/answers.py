@@ -47,8 +47,8 @@ and their log-probabilities in nats (temperature 1, before penalties and grammar
 
 
 class Kept(Protocol):
-    """Interface of a storage for generated answers. `Regenerator` writes its answers there. After a crash, it finds
-    there which conversations are finished and continues the others."""
+    """Interface of the storage to which `Regenerator` writes generated answers. After a crash, the storage shows which
+    conversations are finished, so that `Regenerator` continues only the others."""
 
     folder: Path
 
@@ -60,8 +60,8 @@ class Kept(Protocol):
 
 class AnswerShards:
     """A folder of generated answers in shards: Parquet files of many answers each. Answers that are not yet in a shard
-    are in a journal, so that a crash does not lose them. Several processes can write to the folder. An object reads the
-    files of all processes, and writes those of the process `rank`."""
+    are in a journal, so that a crash does not lose them. Several processes can share the folder: process number `rank`
+    reads the files of all processes, and writes only its own."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder = folder

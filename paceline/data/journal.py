@@ -64,8 +64,8 @@ class Journal:
             append_lines(path, [_line(answer, is_over)])
 
     def carry(self, path: Path) -> None:
-        """Write the answers of unfinished conversations to a new journal at `path`, so that the old journal can be
-        deleted."""
+        """Write the noted answers of all unfinished conversations to a new journal file at `path`, so that the old file
+        can be deleted."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
                 append_lines(scratch, (_line(answer, False) for answers in self.begun.values() for answer in answers))
@@ -76,8 +76,8 @@ def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
 
 
 def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:
-    """Read answers from journals. Returns (answers of finished conversations, conversation key -> answers of unfinished
-    ones). Truncated lines are skipped, and so are conversations in which an answer is missing."""
+    """Read answers from journal files. Returns (answers of finished conversations, conversation key -> answers so far
+    of each unfinished one). Truncated lines are skipped; conversations that lack an answer are left out."""
     turns: dict[str, dict[int, Answer]] = {}
     over: set[str] = set()
     for path in paths:

@@ -48,7 +48,7 @@ FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
 
 class MessageError(PromptError):
-    """A message cannot become part of a prompt. `field` is the path of the invalid field, such as
+    """Raised for a message that cannot become part of a prompt. `field` is the path of the invalid field, such as
     `messages[1].content`."""
 
     def __init__(self, field: str, problem: str) -> None:
@@ -192,8 +192,8 @@ def _finite(digits: str) -> float:
 
 
 def normalised_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return tools with the keys of their functions in the order that prompts have, without null values. Raises
-    MessageError unless each tool has a function with a name."""
+    """Return tools in the form in which prompts show them: the keys of each function in a fixed order, without null
+    values. Raises MessageError unless each tool has a function with a name."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]

@@ -45,8 +45,8 @@ def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def bands(threshold: float) -> tuple[int, int]:
-    """Return (number of bands, hash values per band) with which a locality-sensitive hashing (LSH) index finds texts of
-    this similarity. Cached, since datasketch takes 0.2 s."""
+    """Return (number of bands, hash values per band) of a locality-sensitive hashing (LSH) index that finds texts with
+    a Jaccard similarity above `threshold`. Results are cached, since datasketch needs 0.2 s for one."""
     from datasketch import MinHashLSH
 
     index = MinHashLSH(threshold=threshold, num_perm=NUM_HASHES)
@@ -54,9 +54,9 @@ def bands(threshold: float) -> tuple[int, int]:
 
 
 class Near:
-    """Index of texts that finds near-duplicates: those with a Jaccard similarity of shingles above `overlap`. With
-    `overlap` 1 or more it finds none. Texts are given as shingle hashes (`pieces_of`). `common`: shingle hashes to
-    ignore (`common_pieces`)."""
+    """Index of texts that finds near-duplicates of a text. Texts are near-duplicates if the Jaccard similarity of their
+    shingles (shared ones over all) is above `overlap`; with `overlap` 1 or more, none are. Texts are given as shingle
+    hashes (`pieces_of`). `common`: shingle hashes to ignore (`common_pieces`)."""
 
     def __init__(self, overlap: float, common: np.ndarray) -> None:
         with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[evals]'"):

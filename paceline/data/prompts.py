@@ -94,7 +94,8 @@ class Prompt:
     """File and line of the row, for messages. Ignored in comparisons."""
 
     def api_request(self) -> tuple[str, dict[str, Any]]:
-        """Return (API path, request body) of the request for the first answer, without later user turns."""
+        """Return (API path, request body) of the request for the first answer. User messages after it are not
+        included."""
         if self.token_ids:
             return "/v1/completions", {"prompt": list(self.token_ids)}
         body: dict[str, Any] = {"messages": self.messages}
@@ -115,13 +116,13 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the first `limit` prompts (None: all) of a file, a folder of Parquet files, or a hub data set.
 
-    - `dropped`: counts skipped invalid rows by reason, and row keys that are neither read nor known metadata. Without
-      it, an invalid row raises PromptError, and such keys are logged as a warning.
-    - `strict`: invalid rows and keys that are not read always raise PromptError.
-    - `tags`: use only rows with one of these tags, as traces and stores have them.
+    - `dropped`: if given, invalid rows are skipped and counted in it, by reason, as are ignored keys: those that are
+      neither read nor known metadata. If None, an invalid row raises PromptError, and ignored keys are logged as a
+      warning.
+    - `strict`: with or without `dropped`, an invalid row or an ignored key raises PromptError.
+    - `tags`: use only rows with one of these tags, which traces and stores have; empty: all rows.
 
-    Raises PromptError without a prompt, and ConfigError if one of `tags` occurs in no row.
-    """
+    Raises PromptError if there are no prompts, ConfigError if one of `tags` occurs in no row."""
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
     name, rows = rows_of(source)
@@ -247,7 +248,7 @@ def _traced(token_ids: Any, where: str, source: str) -> Prompt:
 
 
 def digest(token_ids: Iterable[int]) -> str:
-    """Return a hash of a prompt's token ids; it is part of a trace's key."""
+    """Return a hash of a prompt's token ids. It is the part of a trace's key that identifies the prompt."""
     return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=8).hexdigest()
 
 

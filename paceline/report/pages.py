@@ -111,10 +111,12 @@ def write_report(
     **values: Any,
 ) -> str | None:
     """Write report.md and report.html into the run folder. Returns a notice if the plots could not be drawn, else None.
-    `draw`: function that returns the plots. `verdict`: text below the title. `sections`: heading -> blocks, as for
-    `markdown`. `values`: further arguments of the template of report.html: `tone` (colour of the verdict), `explained`
-    (topics whose terms are explained, such as "load"), `settings` ((name, value) pairs), and optionally `texts`
-    ((summary, text) pairs, such as answers)."""
+    - `draw`: function that returns the plots.
+    - `verdict`: text below the title.
+    - `sections`: heading -> blocks, as for `markdown`.
+    - `values`: inputs of report.html alone: `tone` (colour of the verdict), `explained` (topics, such as "load", whose
+      terms the page explains), `settings` ((name, value) pairs), and optionally `texts` ((summary, text) pairs, such as
+      answers)."""
     drawn, notice = [], None
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
     run.write("report.md", markdown(title, verdict, *blocks))
@@ -201,7 +203,7 @@ def curves(
 
 @dataclass(frozen=True, slots=True)
 class LoadPlot:
-    """Definition of a plot of a server's quantity (y axis) over its load (x axis)."""
+    """Defines a plot of one quantity of a server, such as latency (y axis), over the server's load (x axis)."""
 
     title: str
     ylabel: str
@@ -210,9 +212,9 @@ class LoadPlot:
     """Returns the quantity of a record. A `Spread` of seconds is plotted as its median, with p99 as a faint line."""
 
     def values(self, record: Any) -> dict[str, float | None]:
-        """Return the y values of one measurement, in the axis's unit. A `Spread` (percentiles) gives two lines of the
-        plot: " p50" -> median and " p99" -> 99th percentile; these keys are appended to the lines' labels. Any other
-        quantity gives one line: "" -> its value."""
+        """Return the y values of one measurement, in the axis's unit. The keys are appended to the labels of the plot's
+        lines. A `Spread` (percentiles) has two values: " p50" -> median and " p99" -> 99th percentile. Any other
+        quantity has one, with the key "". `record`: the measurement, an object that `take` reads."""
         quantity = self.take(record)
         if not isinstance(quantity, Spread):
             return {"": quantity}
@@ -231,7 +233,8 @@ LOAD_PLOTS = (
 def load_plots(plots: Sequence[LoadPlot], records: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
     """Return two plots of each quantity: over requests in flight and over requests per second. `records`: one tuple for
     each measurement: (requests per second or None, requests in flight or None, name of the server or setting, object
-    that `LoadPlot.take` reads). The measurements with one name form a line."""
+    that `LoadPlot.take` reads). The measurements with one name form a line. A plot leaves out measurements without its
+    x value."""
     drawn = []
     by_flight = [(float(in_flight), name, record) for _, in_flight, name, record in records if in_flight]
     by_rate = [(rate, name, record) for rate, _, name, record in records if rate]

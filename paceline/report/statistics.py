@@ -46,8 +46,8 @@ Tone = Literal["good", "cost", "bad", ""]
 
 
 def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
-    """Return the colour of a verdict on speed-ups (1.0 is no change). It is "cost" if one of them is below 0.97 (EVEN).
-    Otherwise it is "good" if one is at least `gain`, else ""."""
+    """Return the tone (colour) of a verdict on speed-ups, where 1.0 is no change. It is "cost" if one of them is below
+    0.97 (EVEN), otherwise "good" if one is at least `gain`, otherwise "" (neutral)."""
     if not speedups:
         return ""
     return "cost" if min(speedups) < EVEN else "good" if max(speedups) >= gain else ""
@@ -153,7 +153,7 @@ def shares(histogram: Sequence[int]) -> list[float]:
 def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
     """Return the survival curve: entry i - 1 is the share of rounds whose first i drafts were all accepted; [] without
     a round. `histogram`: entry n is the number of rounds with n accepted drafts. `num_drafted`: minimum length of the
-    curve. Rounds near the end of an answer draft fewer tokens, so short answers lower the curve's end a little."""
+    curve, which is filled up with zeros."""
     num_rounds = sum(histogram)
     depth = max(num_drafted, len(histogram) - 1)
     return [sum(histogram[i:]) / num_rounds for i in range(1, depth + 1)] if num_rounds else []
@@ -199,7 +199,7 @@ def is_loop(token_ids: Sequence[int], tail: int = 32, max_period: int = 8) -> bo
 
 
 def num_common(ours: list[int], theirs: list[int]) -> int:
-    """Return the length of the common beginning of two answers, in tokens. Compares slices first, for speed."""
+    """Return the number of tokens with which both answers begin."""
     most = min(len(ours), len(theirs))
     piece = next((at for at in range(0, most, 64) if ours[at : at + 64] != theirs[at : at + 64]), most)
     return next((at for at in range(piece, most) if ours[at] != theirs[at]), most)

@@ -88,9 +88,9 @@ class Table:
             console.print(note, markup=False, highlight=False)
 
     def cells(self, width: int) -> tuple[list[Column], list[list[str]]]:
-        """Return (columns, cell texts of each row) for a terminal of `width` characters. If it is narrower than the
-        table's `width`, cells are cut at `Column.cut`. If they then still do not fit, columns with `is_spare` are left
-        out."""
+        """Return (columns, cell texts of each row) for a terminal of `width` characters. A table that is wider is
+        shortened in two steps: each cell is cut at its `Column.cut`; if that is not enough, columns with `is_spare` are
+        left out."""
         columns, rows = list(self.columns), self.texts()
         if width >= self.width:
             return columns, rows
@@ -140,7 +140,7 @@ def block() -> str:
 
 
 def ignore(*_: object) -> None:
-    """No-op progress callback."""
+    """Do nothing: a callback for callers that need no progress reports."""
 
 
 class Advance(Protocol):
@@ -152,8 +152,8 @@ class Advance(Protocol):
 
 
 class Progress:
-    """Receives progress reports of library calls, and ignores them. `commands.shared.TerminalProgress` writes them to
-    stderr."""
+    """Base class for receivers of progress reports from library calls; ignores all reports. Its subclass
+    `commands.shared.TerminalProgress` writes them to stderr."""
 
     def say(self, text: str) -> None:
         """Report one line of text."""

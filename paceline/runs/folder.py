@@ -51,9 +51,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, what: str, config: dict[str, Any], out: str | Path | None = None) -> RunFolder:
-        """Start a run of the type `what` in the folder `out`; None makes a new folder runs/<what>-<timestamp>. Writes
-        config.json and command.txt. Deletes the metrics and results of an earlier run of this type in `out`: without
-        results.json a run is unfinished. Raises ConfigError if `out` has a run of another type."""
+        """Start a run in the folder `out`; None makes a new folder runs/<what>-<timestamp>. Writes config.json, with
+        the settings `config`, and command.txt. `what`: the run's type, such as "regenerate". Deletes the metrics and
+        results of an earlier run of this type in `out`: without results.json a run is unfinished. Raises ConfigError
+        for a run of another type."""
         check_own(out, what)
         path = Path(out) if out else _unused(RUNS / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
         with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
@@ -193,9 +194,9 @@ def check_folder(out: Path) -> None:
 
 
 def check_own(out: str | Path | None, what: str, *sources: str | Path | None) -> None:
-    """Check, before any work, that a run of type `what` may overwrite the folder `out`. Raises ConfigError if the
-    folder holds a run of another type, or a run that the new one reads, and CacheError as `check_folder` does.
-    `sources`: runs that it reads, given as their folders or as files in these."""
+    """Check, before any work, that a new run of type `what` may overwrite the folder `out`, so that no other run is
+    lost. Raises ConfigError if the folder holds a run of another type, or a run that the new one reads, and CacheError
+    as `check_folder` does. `sources`: the runs that the new one reads, each given as its folder or as a file in it."""
     if out is None:
         return
     check_folder(Path(out))
@@ -218,7 +219,7 @@ def check_new(out: Path, what: str = "folder") -> None:
 def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[Path]:
     """Context manager to write the file `path` atomically: yields the path of a new temporary file in the same folder.
     At the end of the block that file is synced to the disk and renamed to `path`; on an error it is deleted. `mode`:
-    permissions of the file, less the umask. Also deletes temporary files of killed processes after a day. Raises
+    permissions of the file, less the umask. Temporary files left by killed processes are deleted after a day. Raises
     CacheError if the disk cannot be written; `remedy`: advice at the end of the message."""
     from safetensors import SafetensorError
 
@@ -305,7 +306,7 @@ def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> d
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Return name -> version of Python and of the installed packages in PACKAGES."""
+    """Return name -> version of Python and of installed packages that affect speed or output (PACKAGES)."""
     from importlib.metadata import PackageNotFoundError, version
 
     installed = {"python": platform.python_version()}

@@ -26,9 +26,9 @@ PATIENCE_S = 5.0
 @contextlib.contextmanager
 def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
     """Context manager that locks the folder while the block runs, so that no other run writes there. Processes of one
-    torchrun (`ranks`) share the lock. `doing`: what this run does, such as "training", for the other run's error
-    message. `say`: function that prints a line; called if the file system has no locks. Raises ConfigError if another
-    run has the lock, CacheError if the folder cannot be written."""
+    torchrun (`ranks`) share the lock. `doing`: what this run does, such as "training"; the error of a run that finds
+    the folder locked shows it. `say`: function that prints a line; called if the file system has no locks. Raises
+    ConfigError if another run has the lock, CacheError if the folder cannot be written."""
     with reraised(CacheError, f"cannot write {folder}", "choose another folder with --out", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a+", encoding="utf-8")

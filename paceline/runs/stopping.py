@@ -43,8 +43,8 @@ class Stop:
             self.end("what is finished is kept")
 
     def end(self, state: str) -> None:
-        """Print that the same command resumes the run, and raise SystemExit (status 143). `state`: text on what was
-        saved."""
+        """End the process after SIGTERM: print that the same command resumes the run, and raise SystemExit (status
+        143). `state`: text for the user that says what was saved."""
         self._say(f"stopped by SIGTERM, {state}: the same command goes on from there")
         raise SystemExit(STATUS)
 

@@ -141,9 +141,9 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def with_given(config: TrainConfig) -> TrainConfig:
-    """Returns the config with its field `given` (names of the fields that the user set) filled in. If it is None, all
-    fields that differ from their defaults are taken as set by the user. Call this before a plan changes fields, since
-    the plan's values would count too."""
+    """Returns the config with its field `given`, the names of the fields that the user set. If it is None, it is filled
+    in with all fields that differ from their defaults. Call this before a plan changes fields: afterwards, the plan's
+    values would also count as set by the user."""
     if config.given is not None:
         return config
     return dataclasses.replace(config, given=tuple(filter(config.is_given, _every_name(TrainConfig))))

@@ -108,10 +108,10 @@ def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], own: Vocab
 def heldout_server(
     target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, own: Vocabulary
 ) -> Callable[[dict[str, Tensor]], float]:
-    """Returns a function that measures weights during training: weights -> acceptance length in the real engine. The
-    engine answers the prompts of `documents`, with at most `max_tokens` tokens each. The function rounds the weights to
-    bfloat16; its first call loads the target a second time. `raw`: the drafter's config.json; `own`: its draft
-    vocabulary."""
+    """Returns a function that measures a drafter during training: weights (by name) -> acceptance length in the real
+    engine. The engine answers the prompts of `documents`, with at most `max_tokens` tokens each. The function rounds
+    the weights to bfloat16; its first call loads the target a second time. `raw`: the drafter's config.json; `own`: its
+    draft vocabulary."""
     load = functools.cache(partial(_loaded, target, documents, max_tokens))
 
     def served(weights: dict[str, Tensor]) -> float:
@@ -150,8 +150,8 @@ def has_room(target: Target) -> bool:
 @torch.no_grad()
 def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> float:
     """Returns the acceptance length of the drafter on existing answers, by teacher forcing: a draft is accepted if it
-    is the answer's token. Blocks begin where the engine's rounds would begin: at the answer's first token, then each
-    time one token after the accepted drafts."""
+    is the answer's token. Rounds follow each other as in the engine: the first begins at the answer's first token, and
+    each advances by its accepted drafts and one more token."""
     config = drafter.config
     documents = [answer for answer in answers if answer.num_anchors > 0]
     float_network = network_of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})

@@ -27,10 +27,10 @@ TINY = {
 
 
 def at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Applies --scale tiny: returns the config with a tiny random model as the target, and with small values for all
-    settings that the user did not give. If the config names neither prompts nor answers, it also gets a few prompts.
-    The first of the processes `ranks` writes the model and the prompts to `config.out`. With another --scale, returns
-    the config unchanged."""
+    """Applies --scale tiny; with another --scale, returns the config unchanged. The returned config has a tiny random
+    model as the target, and small values for all settings that the user did not give. If `config` names neither prompts
+    nor answers, it also has a few prompts. The first of the processes `ranks` writes the model and the prompts to
+    `config.out`."""
     if config.scale == "default":
         return config
     folder, file = config.out / "target", config.out / "prompts.jsonl"

@@ -27,8 +27,8 @@ OF_ANSWERS = ("answering.temperatures", "answering.samples", "answering.raw")
 
 
 def check_used(config: TrainConfig, kind: str) -> None:
-    """Raises ConfigError for settings that contradict each other, also if they are from a run.yaml or from Python.
-    `kind`: drafting method of the drafter that is trained."""
+    """Raises ConfigError for settings that contradict each other or the drafter's type, whether they are from the
+    command line, a run.yaml or Python. `kind`: drafting method of the drafter that is trained."""
     keeper = "ray" if config.remote.ray is not None else "shared_features" if config.shared_features else ""
     is_stored = config.features in ("auto", "cached") and config.feature_dtype == "model"
     states = "keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
@@ -44,9 +44,9 @@ def check_used(config: TrainConfig, kind: str) -> None:
 
 
 def check_unused(config: TrainConfig, kind: str, typed: Collection[str]) -> None:
-    """Raises ConfigError for a setting of the command line that has no effect next to the others. `typed`: names of the
-    settings on the command line, such as "shape.start"; settings from a run.yaml or from Python may hold values that
-    another drafter needed, or that follow from others. `kind`: as in `check_used`."""
+    """Raises ConfigError for a setting of the command line that the other settings make useless. `typed`: names of the
+    settings on the command line, such as "shape.start". Settings from a run.yaml or from Python are not checked: they
+    may hold values for another drafter. `kind`: drafting method of the drafter that is trained."""
     is_another_block = config.shape.is_chained and config.shape.block_size != 1 + config.shape.ttt_steps
     refuse(
         ConfigError,
@@ -89,9 +89,10 @@ def _unused(config: TrainConfig, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def check_prompts(prompting: PromptsConfig, *, has_answers: bool = False) -> None:
-    """Checks the prompts of a command other than `train`. `has_answers`: the command also reads existing answers, all
-    of them. Raises ConfigError for a setting that has no effect: there is nothing to select from, or the target writes
-    no prompts."""
+    """Raises ConfigError for a setting without effect in a command other than `train`:
+    - a setting that selects prompts, if there are no prompts to read;
+    - `tags`, if the command also reads existing answers (`has_answers`), since it reads all of them;
+    - `openers`, if the target writes no prompts."""
     selecting = ("limit", "tags") if has_answers else ("limit", "tags", "strict")
     names = () if prompting.prompts else selecting
     unread = next((name for name in names if getattr(prompting, name)), None)

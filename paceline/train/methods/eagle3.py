@@ -89,10 +89,10 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 
 @torch.no_grad()
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
-    """Makes the network train on features of similar magnitude; returns the scale [F] by which the caller must multiply
-    features. If the network itself norms features before `fc` (their projection), the scale is all ones; otherwise it
-    is scale_F. For a new drafter (`is_new`), also initialises these norms by scale_F, and `fc` so that the average
-    input gives the output zero. scale_F, mean_F [F]: results of `measure_scale`."""
+    """Prepares an EAGLE-3 network for training on features of similar magnitude. Returns the scale [F] by which the
+    caller must multiply features: all ones if the network itself norms features before `fc` (their projection),
+    otherwise scale_F. In a new drafter (`is_new`), it also initialises weights: of these norms by scale_F, and of `fc`
+    so that the mean input gives the output zero. scale_F, mean_F [F]: results of `measure_scale`."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)
@@ -117,9 +117,9 @@ def target_head(target: Target, ids: Tensor) -> Head:
 
 
 class ChainAttention:
-    """Attention for training drafters that draft token by token. All blocks of a pack draft their next token in the
-    same step; the caller sets the attribute `step` to its number. Step 0 has one query per context position of the
-    pack, each later step one query per block."""
+    """Attention for training drafters that draft token by token, for one pack (batch of blocks). All blocks draft their
+    first token in step 0, the second one in step 1, and so on; the caller sets the attribute `step` before each. Step 0
+    has one query per context position of the pack, each later step one query per block."""
 
     def __init__(
         self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
@@ -198,10 +198,12 @@ def chain_hidden(
     states_ND: Tensor,
     embed: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Runs all steps of a pack of blocks that are drafted token by token; returns the inputs of the LM head [A * K, D]
-    (A blocks, K drafts each). The input tokens are the text's own, not the drafter's.
-    - `network`: one step; (embedded tokens, states, attention) -> (states for the next step, inputs of the LM head).
-    - states_ND: states of the N context positions, for step 0.
+    """Runs all steps of a pack of blocks that are drafted token by token. Returns the hidden states that the LM head
+    reads, [A * K, D] (A blocks, K drafts each). A step reads the text's own token, not the drafter's.
+    - `network`: the drafter, for one step: (token embeddings, hidden states of the step before, attention) -> (hidden
+      states for the next step, hidden states for the LM head).
+    - `attend`: the attention of this pack.
+    - states_ND: hidden states at the N context positions, for the first step.
     - `embed`: token ids -> embeddings."""
     states_TD, normed_TD = network(embed(pack.behind_N), states_ND, attend)
     states_AD, outputs = states_TD[attend.entries_A], [normed_TD[attend.entries_A]]

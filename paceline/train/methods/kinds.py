@@ -74,10 +74,12 @@ class InitialDrafter:
 
 
 def check_drafter(config: TrainConfig) -> None:
-    """Checks that the run's drafter fits the target, before time is spent on answers. Raises ConfigError if a setting
-    of a new drafter does not fit, or if the drafter in `config.init` has other sizes than the user gave;
-    DrafterMismatchError if it belongs to another target; and the errors of reading it. Checks nothing with --scale
-    tiny, or if the target's sizes cannot be read without its weights."""
+    """Checks that the run's drafter fits the target, before time is spent on answers. Checks nothing with --scale tiny,
+    or if the target's sizes cannot be read without its weights. Raises:
+    - ConfigError if a new drafter's settings do not fit the target, or if the user gave other sizes than those of the
+      drafter in `config.init`;
+    - DrafterMismatchError if the drafter in `config.init` belongs to another target;
+    - another PacelineError if it cannot be read."""
     if config.scale != "default":
         return
     init = init_folder(config.init, config.target.model)
@@ -141,11 +143,14 @@ def _check_new(shape: DrafterShape, target: TargetFacts) -> None:
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the token ids of the draft vocabulary with which a run trains, ascending. An EAGLE-3 drafter in
-    `config.init` keeps its vocabulary. Otherwise it is the most frequent tokens in the answers; among equally frequent
-    ones, those of the drafter in `config.init` are preferred. Returns None for a drafter of all tokens, unless it is
-    EAGLE-3, which gets all ids. `say`, given by the caller, gets a line of text for the user: the share of the answers'
-    tokens that the vocabulary covers."""
+    """Returns the draft vocabulary of a run, as ascending token ids; None if the drafter drafts all tokens.
+    - An EAGLE-3 drafter in `config.init` keeps its vocabulary.
+    - Other drafters get the `config.shape.draft_vocab` most frequent tokens of the answers. Among equally frequent
+      tokens, those that the drafter in `config.init` has are preferred.
+    - If a new EAGLE-3 drafter drafts all tokens, all ids are returned, not None.
+
+    `say`, given by the caller, gets a line of text for the user: the share of the answers' tokens that the vocabulary
+    covers."""
     init, number = init_folder(config.init, config.target.model), config.shape.draft_vocab
     is_eagle3 = config.shape.kind == "eagle3"
     if is_eagle3 and init is not None:
@@ -215,9 +220,9 @@ def _own_vocabulary(
 
 
 def use_scaled_units(initial: InitialDrafter, scale_F: Tensor, mean_F: Tensor) -> Tensor:
-    """Makes the drafter train on features of similar magnitude; returns the scale [F] by which the caller must multiply
-    features. For mtp drafters it is all ones, since they norm features themselves. scale_F, mean_F [F]: results of
-    `measure_scale`."""
+    """Prepares the drafter for training on features of similar magnitude; returns the scale [F] by which the caller
+    must multiply features. It is all ones for drafters that norm features themselves, such as mtp drafters. scale_F,
+    mean_F [F]: results of `measure_scale`."""
     network = initial.network
     if isinstance(network, MtpNetwork):
         return torch.ones_like(scale_F)  # features come from the target's final norm, and the layer norms them first

@@ -188,10 +188,11 @@ def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNet
 
 def check_mtp(config: TrainConfig) -> None:
     """Checks that the training of an mtp drafter has a multi-token-prediction layer to begin with, before time is spent
-    on answers. Checks nothing for other drafters, with --init, or with --scale tiny. Raises ConfigError if the target
-    has no such layer and none is copied, or if it has one although a copy is requested (`config.shape.is_copied`);
-    UnsupportedModelError if no layer can be copied; ModelNotFoundError, DownloadError or ModelFileError if the target
-    cannot be read."""
+    on answers. Checks nothing for other drafters, with --init, or with --scale tiny. Raises:
+    - ConfigError if the target has no such layer and no copy is requested (`config.shape.is_copied`), or if it has one
+      and a copy is requested;
+    - UnsupportedModelError if no layer of the target can be copied;
+    - ModelNotFoundError, DownloadError or ModelFileError if the target cannot be read."""
     if config.shape.kind == "mtp" and config.init is None and config.scale == "default":
         _first_layer(config)
 

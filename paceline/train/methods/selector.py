@@ -34,9 +34,9 @@ from paceline.train.methods.dspark import DSparkTrainable
 @dataclass(frozen=True, slots=True)
 class BlockSample:
     """A random sample of a training step's blocks. DFlash 2's selector is trained only on these, to save time. Each
-    block is in the sample with probability `share`; the loss is divided by `share` to compensate. A hash of the block's
-    tokens and of `key` (text that names the step) decides, so the sample does not depend on how blocks are divided
-    among packs and processes."""
+    block is in the sample with probability `share`; the loss is divided by `share` to compensate. The choice depends
+    only on the block and on `key` (text that names the step), so it is the same however blocks are divided among packs
+    and processes."""
 
     share: float = 1.0
     key: str = ""
@@ -85,8 +85,9 @@ class DFlash2Trainable(DFlashTrainable):
         - `embedding_VD`: the target's embedding matrix.
         - `is_measured`: False for metrics of zero.
         - `is_learning`: False for a training step without the selector: loss, gradients and metrics are zero.
-        - `sample`: blocks used in training. An evaluation (without gradients) ignores this and `is_learning`: it uses
-          all."""
+        - `sample`: the blocks to train on.
+
+        In an evaluation (without gradients), `is_learning` and `sample` have no effect: all blocks are used."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block, sample = slots.labels_AK.shape[1], sample if is_training else ALL_BLOCKS
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)

@@ -48,16 +48,15 @@ that of all weights for the last layer, and two to four times for low-rank diffe
 
 
 def for_chains(config: TrainConfig) -> TrainConfig:
-    """Returns the config with settings that follow from the drafter's type. Unless noted, they replace only settings
-    that the user did not give.
-    - eagle3, mtp (which draft token by token): one layer, and cross entropy as the loss; blocks always have `ttt_steps`
-      drafts;
-    - eagle3: also a draft vocabulary;
-    - mtp: also a loss weight that falls from draft to draft, and a small learning rate if the layer is the target's
-      own;
+    """Returns the config with default settings for the drafter's type. They replace only settings that the user did not
+    give:
+    - eagle3, mtp (which draft token by token): one layer; cross entropy as the loss;
+    - eagle3: a draft vocabulary;
+    - mtp: a loss weight that falls from draft to draft; a small learning rate if the layer is the target's own;
     - other types: a larger learning rate if only a part of the drafter is trained (`loop.learn`).
 
-    Raises ConfigError for settings that do not fit the drafter's type."""
+    The block size of eagle3 and mtp drafters always becomes `ttt_steps` + 1 (the anchor). Raises ConfigError for
+    settings that do not fit the drafter's type."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
     check_part(config)
     check_used(config, trained_kind(config))
@@ -84,7 +83,8 @@ def for_chains(config: TrainConfig) -> TrainConfig:
 
 
 def trained_kind(config: TrainConfig) -> str:
-    """Returns the drafting method of the drafter that is trained; a DFlash 2 or DSpark drafter in `init` stays one."""
+    """Returns the drafting method of the drafter that is trained. It is `config.shape.kind`, unless the drafter in
+    `config.init` is DFlash 2 or DSpark: training does not change their method."""
     if config.init is None or config.shape.is_chained:
         return config.shape.kind
     stored = _stored_config(config.init, config.target.model)
@@ -233,9 +233,9 @@ def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
 
 
 def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
-    """Returns the device's speeds and number formats with which the target runs on one device of the machine, to
-    estimate times. A quantised target is assumed to have the format q4_1, q8_0 or bfloat16, whichever is nearest in
-    bytes per weight."""
+    """Returns the speeds of one device of the machine, and the number formats with which the target runs on it, to
+    estimate times. For a quantised target, the format is the nearest one in bytes per weight of q4_1, q8_0 and
+    bfloat16."""
     precisions = target.shape.precisions
     if target.is_quantised:
         near = min(("q4_1", "q8_0", "bfloat16"), key=lambda name: abs(FORMATS[name].num_bytes - target.value_bytes))
@@ -300,8 +300,8 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
 
 
 def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
-    """Yields the settings that a plan recommends because of the machine alone; they also apply to an existing drafter.
-    At present only one: no autocast if the processor computes float32 faster than bfloat16."""
+    """Yields the settings that a plan recommends because of the machine, for new and existing drafters. At present
+    there is only one: no autocast on a processor that computes float32 faster than bfloat16."""
     if machine.is_slow_in_bfloat16:
         rates = machine.machine.flops_per_s
         reason = "float32 alone"

@@ -26,8 +26,8 @@ USUAL_DRAFTS = 7
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Measurements of a server's current traffic: acceptance, answers and concurrent requests. Unknown values have the
-    defaults of this class."""
+    """Measurements of a server's current traffic: acceptance, answers and concurrent requests. A value that was not
+    measured has its field's default."""
 
     source: str = ""
     """Description of the measurements; empty without measurements."""
@@ -58,9 +58,10 @@ def seen_in_server(seen: ServerSeen, url: str) -> Seen:
 
 
 def with_server(traces: Seen, server: Seen) -> Seen:
-    """Adds measurements from a server's metrics, `server`, to those from its traces, `traces`; returns a copy. The
-    number of concurrent requests is taken from `server`. Acceptance is taken from `server` only if the traces have
-    none. The same values are added to the measurements of each tag, since the metrics are not divided by tag."""
+    """Returns the measurements from a server's traces, `traces`, completed by those from its metrics, `server`. The
+    number of concurrent requests is taken from `server`. Acceptance is taken from the traces or, if they have none,
+    from `server`. Each tag's measurements are completed by the same values, since the metrics are not divided by
+    tag."""
     added = replace(traces, streams=server.streams, source=f"{traces.source}; {server.source}")
     if traces.acceptance is None:
         added = replace(

@@ -55,8 +55,8 @@ class Customer:
 
 def deserving(customers: Sequence[Customer]) -> str:
     """Returns a sentence for the user that names the customers for whom a drafter of their own pays off. If it pays off
-    for no customer, the sentence gives the reason for the first one in `customers`. Returns an empty text if no
-    requests have a tag."""
+    for no customer, the sentence gives the reason for the one who would save most. `customers`: ordered by savings, the
+    largest first. Returns an empty text if no requests have a tag."""
     customers = [each for each in customers if each.tag != UNTAGGED]
     if not customers:
         return ""

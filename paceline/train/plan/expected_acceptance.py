@@ -80,7 +80,8 @@ def expected_of(target: str, learned: Learned) -> dict[str, Any]:
     - "is_beyond_the_curve": True if there is more data than in the measurements;
     - "source", "data": where the measurements are recorded, and on which data they were made;
     - "advised": number of answers that is advised for a training;
-    - "answers", "places": number of answers, and blocks per answer and epoch, from `learned`."""
+    - "answers", "places": copies of `learned.answers` (number of answers) and `learned.places` (blocks per answer and
+      epoch)."""
     expected = expected_tokens(target, learned.counted)
     is_own = expected is not None
     if expected is None:
@@ -114,9 +115,9 @@ def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
 
 
 def advised_answers(target: str, places: float) -> int:
-    """Returns the number of answers that is advised for a training, since more bring little. It is the smallest of
-    `NUMBERS` (300 to 100,000) that is expected to bring at least 85% (`ENOUGH`) of the accepted drafts per round that
-    100,000 answers bring. `places`: blocks per answer and epoch."""
+    """Returns the number of answers that is advised for a training; more would improve the drafter only a little. It is
+    the smallest of `NUMBERS` (300 to 100,000) whose expected number of accepted drafts per round is at least 85%
+    (`ENOUGH`) of the number for 100,000 answers. `places`: blocks per answer and epoch."""
     gains = []
     for number in NUMBERS:
         own = expected_tokens(target, EPOCHS * places * number)

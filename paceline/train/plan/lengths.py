@@ -83,8 +83,8 @@ def memory_of(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
 
 
 def fit_lengths(config: TrainConfig, limits: Sequence[Limit] = ()) -> tuple[TrainConfig, dict[str, str]]:
-    """Makes `max_len` (the largest number of tokens of a document) and `max_prompt_tokens` fit together; returns
-    (config, field -> reason of each change).
+    """Chooses `max_len` (the largest number of tokens of a document) and `max_prompt_tokens` so that a prompt and its
+    answer fit; returns (config, field -> reason of each change).
     - A `max_len` of None is replaced by the length that prompts and answers need, but not more than the smallest limit.
     - A given `max_len` stays. If it leaves no room for an answer, `max_prompt_tokens` is lowered.
 

@@ -40,7 +40,7 @@ MOST_LETTERS = 600
 @dataclass(frozen=True, slots=True)
 class Data:
     """Number and mean length of a run's prompts, and counts of rows that cannot be used. Number and length are
-    estimated as long as the prompts, or the target's tokenizer, are not on this machine."""
+    estimates if the prompts, or the target's tokenizer, are not on this machine."""
 
     prompts: int
     """Number of prompts to be answered."""

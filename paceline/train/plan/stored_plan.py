@@ -35,13 +35,14 @@ def stored_plan(out: Path) -> dict[str, Any] | None:
 
 
 def with_minutes(plan: dict[str, Any], config: TrainConfig, say: Callable[[str], None]) -> dict[str, Any]:
-    """Adapts the plan of a resumed run to a new time limit `config.minutes` of the whole run; returns a copy of `plan`
-    (contents of plan.json). The copy has another limit for the training steps, `loop.max_minutes`:
+    """Adapts a resumed run's plan to a new time limit of the whole run, `config.minutes`. Returns a copy of `plan`
+    (contents of plan.json) with a new limit for the training steps, `loop.max_minutes`:
     - If the plan had a limit for the whole run, the steps' limit changes by as many minutes as that limit.
     - If not, the steps' limit becomes `config.minutes`, which includes the steps already taken.
 
-    If the user gave `loop.max_minutes`, the plan is returned unchanged, and `say`, given by the caller, gets a note for
-    the user. If the steps had another limit before, `say` gets the new expected acceptance length."""
+    Without `config.minutes`, or if the user gave `loop.max_minutes`, the plan is returned unchanged. `say`, given by
+    the caller, gets texts for the user: a note if `config.minutes` has no effect, or the new expected acceptance
+    length."""
     values, before, minutes = plan.get("values") or {}, plan.get("minutes"), config.minutes
     if minutes is None or config.is_given("loop.max_minutes"):
         if minutes not in (None, before):

@@ -56,8 +56,7 @@ class TargetFacts:
 
     @property
     def family(self) -> str | None:
-        """The target's model family if paceline's own decoder supports it, else None. New drafters for a supported
-        family have the target's numbers of heads and widths."""
+        """Name of the target's model family, such as "llama"; None if paceline's own decoder does not support it."""
         names = self.raw.get("architectures") or [_architecture(self.raw)]
         names = [TABLES["text_parts"].get(name, name) for name in names]
         if self.raw.get("enable_moe_block"):  # Gemma 4 with experts, which the decoder does not run
@@ -66,7 +65,8 @@ class TargetFacts:
 
     @property
     def is_copyable(self) -> bool:
-        """True if draft layers can be copies of the target's layers. Layers of experts have no single MLP to copy."""
+        """True if draft layers can begin as copies of the target's layers. False for an unsupported model family, and
+        for a target with experts, whose layers have no single MLP to copy."""
         return self.family is not None and has_llama_layers(self.family) and self.shape.experts is None
 
     @property

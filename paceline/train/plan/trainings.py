@@ -87,8 +87,8 @@ TRAININGS, HELDOUT_DEVIATION = _read()
 
 def published(answers: float, traffic: str | None = None) -> Expected:
     """Predicts the acceptance length of a drafter trained on this many answers, from published trainings. `traffic`:
-    type of the workload, "mixed" or "application" (requests of one application). None is for an unknown type: the
-    expected number of accepted drafts is then the geometric mean over both types, and the interval includes both."""
+    type of the workload, "mixed" or "application" (requests of one application); None if unknown. For an unknown type,
+    the expected number of accepted drafts is the geometric mean over both types, and the interval includes both."""
     kinds = (traffic,) if traffic else KINDS
     level = 1 - (1 - LEVEL) * len(kinds)  # of a mixture, hardly more than one kind lies beyond each end
     each = [_of_kind(answers, kind, level) for kind in kinds]
@@ -154,9 +154,9 @@ def student(freedom: int, level: float = LEVEL) -> float:
 
 
 def growth() -> tuple[float, float, float]:
-    """Returns how strongly more answers increase acceptance in published trainings, as (least, median, largest)
-    exponent over workloads. Exponent e: accepted drafts per round grow as (number of answers) ** e. Only workloads with
-    clearly different numbers of answers are used."""
+    """Returns how strongly more answers increase acceptance: the (least, median, largest) exponent of the workloads in
+    published trainings. With exponent e, accepted drafts per round grow as (number of answers) ** e. Workloads without
+    clearly different numbers of answers are left out."""
     exponents = []
     for _, group in groupby(sorted(TRAININGS, key=_workload), _workload):
         rows = sorted(group, key=lambda row: row.answers)
@@ -172,8 +172,8 @@ def _workload(row: Training) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class OwnRun:
-    """A finished training by the user, from which `at` predicts further trainings: its folder, number of answers and
-    measured acceptance length."""
+    """A finished training by the user: its folder, number of answers and measured acceptance length. The method `at`
+    predicts from it what a training on another number of answers reaches."""
 
     folder: Path
     answers: int

@@ -27,10 +27,10 @@ def mark_of_text(text: str) -> int:
 
 
 def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: torch.device, remedy: str) -> None:
-    """Compares hashes of several values (`marks`) between all processes. If a process has other hashes than the first
-    one, raises ProcessesError in all of them. All must pass equally many. `names`: the compared values, for the
-    message; `world`: number of processes; `device`: device of the tensors that are sent; `remedy`: advice for the
-    message."""
+    """Checks that all processes hold the same values, by comparing hashes of the values (`marks`). If a process has
+    other hashes than the first one, raises ProcessesError in every process. All processes must pass the same number of
+    hashes. `names`: the hashed values, for the message; `world`: number of processes; `device`: device of the tensors
+    that are sent; `remedy`: advice for the message."""
     own = torch.tensor(marks, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(gathered, own)

@@ -67,8 +67,8 @@ class Liveness:
             raise self._without_store(error) from error
 
     def blame(self, error: BaseException) -> ProcessesError:
-        """Returns the error to raise after a collective operation has failed with `error`. It names a process that
-        failed or sends no heartbeats; if all are alive, it says that one is slow or hangs."""
+        """Returns the error to raise after a collective operation has failed with `error`. The message names a process
+        that failed or sends no heartbeats. If all are alive, it says that some process is slow or hangs."""
         if lost := self.lost():
             return lost
         reason = f"{' '.join(str(error).split()):.200}"

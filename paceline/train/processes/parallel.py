@@ -33,8 +33,8 @@ AGAIN = "the last checkpoint is kept: start all processes again with the same co
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The blocks of one pack (batch), and the factor on their loss. The factor is 0 for a filler pack: a process
-    computes it only so that all processes compute equally many packs."""
+    """One pack (batch) that a process computes: its blocks, and the factor on their loss. A factor of 0 marks a filler
+    pack, computed only so that all processes compute equally many packs."""
 
     chosen: list[Chosen]
     weight: float = 1.0
@@ -56,10 +56,10 @@ class Replicated:
             self._buckets = GradientBuckets(each for each in drafter.network.parameters() if each.requires_grad)
 
     def agree(self, network: nn.Module, optimisers: Iterable[tuple[str, Tensor]], start: str) -> None:
-        """Makes all processes begin with the same weights, buffers and optimiser states: copies those of the first
-        process to the others. `start`: text that describes the training state, which must be the same in all processes.
-        Raises ProcessesError, which names the processes, if `start` or the tensors' shapes differ, or if tensors still
-        differ after the copy."""
+        """Makes all processes begin in the same state: copies the weights, buffers and optimiser states of the first
+        process to the others. `start`: text that describes the training state; it is only compared. Raises
+        ProcessesError, which names the processes, if `start` or the tensors' shapes differ, or if tensors still differ
+        after the copy."""
         if self.ranks.world == 1:
             return
         named = [*_held(network), *optimisers]
@@ -127,9 +127,9 @@ class Replicated:
         return int(value)
 
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns copies of complete tensors in main memory, by name, for a checkpoint: on the first process; an empty
-        dict on the others. Tensors that are divided among processes are gathered one by one, so a device needs room for
-        one tensor. Raises ProcessesError if processes hold different tensors."""
+        """Gathers complete tensors for a checkpoint. Returns name -> copy in main memory on the first process, an empty
+        dict on the others. Tensors that are divided among processes are gathered one by one, so a device needs memory
+        for only one. Raises ProcessesError if processes hold different tensors."""
         copies: dict[str, Tensor] = {}
         marks: dict[str, int] = {}
         for name, tensor in tensors:

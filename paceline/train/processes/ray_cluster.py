@@ -79,8 +79,8 @@ class BatchResult(NamedTuple):
 
 
 class Worker:
-    """A Ray Data actor that runs a `Job` on batches of items. Each call returns one row, {"made": [BatchResult]};
-    errors of the job are in the BatchResult."""
+    """A Ray Data actor that runs a `Job` on batches of items. Each call processes one batch and returns {"made":
+    [BatchResult]}, which is one row for Ray. Errors of the job are not raised, but stored in the BatchResult."""
 
     def __init__(self, job: Job, num_threads: int | None) -> None:
         self._error: PacelineError | None = None
