@@ -177,9 +177,9 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True)
 class Ledger:
-    """Records, token by token, how far the distribution of one answer deviates from the target's. With a limit
-    `max_tv`, it keeps the mean total variation per token within it, at any length of the answer: before each token, the
-    caller asks `holds` whether the lossy rule may still be used, and otherwise uses the lossless rule."""
+    """Records, token by token, how far the distribution of one answer deviates from the target's. It can keep the mean
+    total variation per token within the limit `max_tv`, at any length of the answer. For this, the caller asks `holds`
+    before each token whether the lossy rule may be used; if not, it uses the lossless rule."""
 
     max_tv: float | None = None
     sums: list[Spent] = field(default_factory=list)

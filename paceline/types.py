@@ -185,8 +185,8 @@ class Sequence:
         return "lossy" if self.params.is_greedy else "lossy sampled"
 
     def cut(self, num_tokens: int) -> None:
-        """Remove the last `num_tokens` tokens of the answer, which follow a stop string. They belong to the latest
-        round, which then has fewer accepted drafts."""
+        """Remove the last `num_tokens` tokens of the answer, those after a stop string. All of them are from the latest
+        round; its number of accepted drafts is reduced accordingly."""
         if num_tokens:
             del self.tokens[-num_tokens:]
             self.rounds[-1] = self.rounds[-1]._replace(num_accepted=self.rounds[-1].num_accepted - num_tokens)
@@ -303,8 +303,9 @@ class DraftBlock:
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
-        """Return a block with only the drafts that are to be verified. `widths_B`: for each row the number of first
-        drafts to keep, or a tree that replaces them. `confidence_B` and `candidates_B` are not cut."""
+        """Return a block with only the drafts that are to be verified. `widths_B` has for each row either the number of
+        its first drafts to keep, or the tree to verify in place of them. `confidence_B` and `candidates_B` are not
+        cut."""
         widths_B = list(widths_B)
         pairs = zip(self.tokens_B, widths_B, strict=True)
         if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):

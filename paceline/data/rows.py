@@ -40,7 +40,7 @@ def printable(text: Any) -> str:
 
 
 class RowError(PromptError):
-    """A row cannot be used; other rows of the file may be valid."""
+    """Raised for a row that cannot be used; other rows of the file may be valid."""
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
         """`reason`: short name of the problem; rows are counted under it."""

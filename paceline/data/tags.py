@@ -39,7 +39,8 @@ def tag_of(row: Mapping[str, Any]) -> str:
 
 
 def has_tag(row: Mapping[str, Any], tags: Sequence[str]) -> bool:
-    """Return True if `tags` is empty or has the row's tag, which is "(no tag)" for a row without one."""
+    """Return True if a row is selected by `tags`: its tag is one of them, or `tags` is empty. A row without a tag has
+    the tag "(no tag)"."""
     return not tags or tag_of(row) in tags
 
 

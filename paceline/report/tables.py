@@ -72,8 +72,8 @@ class Table:
         return "\n\n".join([*heading, "\n".join([lines[0], rule, *lines[1:]]), *self.notes])
 
     def show(self, *, stderr: bool = True) -> None:
-        """Print the table to stderr, or to stdout. A narrow terminal gets shortened cells; a file or pipe gets them in
-        full."""
+        """Print the table to stderr, or to stdout if `stderr` is False. On a narrow terminal, cells are shortened; in a
+        file or pipe they are complete."""
         from rich.console import Console
 
         console = Console(stderr=stderr)

@@ -19,8 +19,8 @@ STATUS = 143
 
 
 class Stop:
-    """Handler of SIGTERM. It ends the process, except in a `later` block: there it only sets `is_asked`, so that the
-    caller can save its state first."""
+    """Handler of the signal SIGTERM, which ends the process. In a `later` block the process goes on; SIGTERM only sets
+    the attribute `is_asked`, so that the caller can save its state before it ends."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.is_asked = False

@@ -28,7 +28,8 @@ NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it st
 
 @dataclass
 class TokenizerOnly:
-    """Replaces an LLM where only its tokenizer is needed; encodes conversations exactly as `LLM.encode_chat` does."""
+    """Stands in for an `LLM` where only its tokenizer is needed; encodes conversations exactly as `LLM.encode_chat`
+    does."""
 
     tokenizer: Tokenizer
 

@@ -94,8 +94,8 @@ def opened_run(out: Path, kind: str, settings: dict[str, Any]) -> RunFolder:
 
 
 def extend(folder: RunFolder, kind: str, settings: dict[str, Any]) -> None:
-    """Stores the new `settings` of an extended run in its config.json, in place of the old ones. `kind`: the run's
-    type."""
+    """Replaces the stored settings of a run, in its config.json, by `settings`, after a resumed run was extended, for
+    example by more prompts. `kind`: the run's type."""
     config = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
     folder.write_json("config.json", config | {kind: settings})
 

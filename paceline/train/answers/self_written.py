@@ -85,9 +85,10 @@ class PromptWriter:
         )
 
     def write(self, num_prompts: int, on_prompt: Callable[[str], None] = lambda prompt: None) -> SelfWritten:
-        """Writes usable prompts until the file holds `num_prompts`; returns all prompts in the file. Calls `on_prompt`
-        with the text of each, also of those that an earlier run wrote. Raises PromptError for a damaged file, or if too
-        many new prompts are unusable (more than 256, plus 8 for each new usable one); CacheError for disk errors."""
+        """Writes usable prompts until the file holds `num_prompts`; returns all prompts in the file. `on_prompt`, given
+        by the caller, is called with the text of every prompt, also of those that an earlier run wrote. Raises
+        PromptError for a damaged file, or if too many new prompts are unusable (more than 256, plus 8 for each new
+        usable one); CacheError for disk errors."""
         drop_cut_line(self.file)
         has_some = self.file.exists() and self.file.stat().st_size
         done = SelfWritten([prompt.turns[0] for prompt in read_prompts(self.file)] if has_some else [])

@@ -301,8 +301,8 @@ def labels_of(
     document: Document, anchors_A: NDArray[np.int64], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Returns (labels [A, K], validity [A, K]) of the blocks at A anchors (positions in the document). Labels: the
-    token ids at the K = block_size - 1 positions after each anchor. Validity: False where this position is after the
-    document's end; the label there is arbitrary."""
+    token ids at the K = block_size - 1 positions after each anchor. Validity: True for positions inside the document;
+    labels at other positions are arbitrary."""
     at_AK = anchors_A[:, None] + np.arange(1, block_size)
     valid_AK = at_AK < len(document)
     return document.tokens[np.minimum(at_AK, len(document) - 1)].astype(np.int64), valid_AK

@@ -63,7 +63,7 @@ def save_checkpoint(
     keep_last: int = 1,
 ) -> Path:
     """Writes a checkpoint to the folder `step-N` in `folder`; returns its path. Then deletes the oldest checkpoints, so
-    that `keep_last` remain. Checkpoints of later steps are left over from another run, and are deleted too. `raw`: the
+    that `keep_last` remain; also deletes checkpoints of later steps, which are left over from another run. `raw`: the
     drafter's config.json; `tensors`: its weights; `optimisers`: the optimiser states; `trainer`: contents of
     trainer.json. Raises CacheError for disk errors; all earlier checkpoints then remain."""
     newest = folder / f"step-{trainer['step']:06d}"

@@ -57,8 +57,8 @@ OWN_HEAD = (
 
 
 def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
-    """Returns the contents of config.json of a new DFlash drafter for this target. Sizes that `shape` leaves open are
-    the target's."""
+    """Returns the contents of config.json of a new DFlash drafter for this target. Sizes that are not set in `shape`
+    are the target's."""
     decoder = getattr(target, "config", None)
     keys: dict[str, Any] = {}
     has_bias = shape.attention_bias

@@ -282,8 +282,8 @@ class Trainer:
 
     @torch.no_grad()
     def first_slots(self) -> tuple[Tensor, Slots]:
-        """Computes hidden states and labels with which `scale_first_logits` scales a new drafter: (hidden [A * K, D],
-        labels) for the A blocks of the first training document, K draft positions each."""
+        """Returns the inputs of `scale_first_logits`, which scales a new drafter before training: (hidden states [A *
+        K, D], labels) for the A blocks of the first training document, K draft positions each."""
         chosen, _, _ = self.planner.step(Place())
         pack = self.packer.pack(chosen[:1])
         return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots

@@ -132,11 +132,12 @@ class SlotMetrics:
         return (len(self.flat) - 3) // 8
 
     def rates(self) -> dict[str, Any]:
-        """Returns averages over slots (draft positions) inside documents:
-        - "loss", "accuracy": means over all slots;
+        """Returns averages over slots (draft positions) inside documents. A draft is correct if it is the target's
+        token.
+        - "loss", "accuracy" (share of correct drafts): means over all slots;
         - "recall1", "recall16": for each slot, the share of blocks with the target's token in the drafter's top 1 or
           top 16;
-        - "eal": expected acceptance length, 1 + sum over k of P(slots 1 to k all right).
+        - "eal": expected acceptance length, 1 + sum over k of P(the drafts of slots 1 to k are all correct).
 
         For a drafter with a selector, "eal" is measured on the selector's choices. It then also returns "base_eal" (of
         the most probable tokens), "selector_lift" (eal - base_eal) and "selector_loss" (mean loss of the selector)."""

@@ -66,8 +66,9 @@ def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
 
 
 def risen_rate(run: RunFolder, trainer: Trainer) -> str | None:
-    """Returns a note that explains to the user why the loss rises at first: a resumed run that was lengthened begins
-    with a much higher learning rate than at its last step. Returns None if the rate is not much higher."""
+    """Returns a note for the user if the loss may rise at first: a run that is resumed for more steps than planned
+    before begins with a much higher learning rate than at its last step. Returns None if the rate is not much
+    higher."""
     last = next((line["lr"] for line in reversed(run.metrics()) if line.get("lr")), None)
     now = trainer.config.optim.lr * learning_rate_share(trainer.share_done)
     if last is None or trainer.share_done <= WARM_UP_SHARE or now < MUCH_HIGHER * last:

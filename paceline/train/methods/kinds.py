@@ -44,8 +44,8 @@ from paceline.train.plan.target_facts import TargetFacts, read_target
 
 @dataclass(frozen=True, slots=True)
 class InitialDrafter:
-    """A drafter before its first training step, and what its training needs: the target layers that it reads, an
-    embedding matrix, and LM heads. Training losses may use a head with more tokens than the one for drafting."""
+    """A drafter before its first training step, with the objects that its training needs: an embedding matrix, LM
+    heads, and the indices of the target layers that it reads."""
 
     drafter: Trainable
     network: DFlashNetwork | Eagle3Network | MtpNetwork

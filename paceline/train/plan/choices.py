@@ -92,9 +92,11 @@ def trained_kind(config: TrainConfig) -> str:
 
 
 def check_part(config: TrainConfig) -> None:
-    """Checks the settings for training only a part of a drafter (`loop.learn` other than "all"). Raises ConfigError
-    without `init`, for drafters other than DFlash and DFlash 2, for settings that need the whole drafter, or for a rank
-    without low-rank training."""
+    """Checks the settings for training only a part of a drafter (`loop.learn` other than "all"). Raises ConfigError in
+    these cases:
+    - there is no `init`, or its drafter is neither DFlash nor DFlash 2;
+    - another setting needs the whole drafter, such as sharded training;
+    - `loop.rank` is set, but `loop.learn` is not "low-rank"."""
     loop, kind = config.loop, config.shape.kind
     has_rank, part = loop.rank != LoopConfig().rank, f"learn {loop.learn}"
     refuse(ConfigError, (has_rank and loop.learn != "low-rank", f"rank means nothing for {part}: leave it out"))

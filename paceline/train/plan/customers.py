@@ -18,8 +18,8 @@ RULE = (
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """Prediction for a drafter that is trained on the answers to one customer's requests (those with one
-    x-paceline-tag) and used only for them."""
+    """Prediction for a drafter trained for one customer: on the answers to the requests with one x-paceline-tag, and
+    used only for such requests."""
 
     tag: str
     answers: int

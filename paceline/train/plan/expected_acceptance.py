@@ -30,7 +30,8 @@ EPOCHS = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """Amount of training data of a run, in answers and in blocks (an anchor token and the draft positions after it)."""
+    """Amount of training data of a run: numbers of answers and of blocks (an anchor token and the draft positions after
+    it)."""
 
     blocks: float
     answers: int | None

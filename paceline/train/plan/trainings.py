@@ -70,8 +70,7 @@ class Expected:
     """True if no training with as many answers was measured."""
 
     def at_most(self, most: float) -> Expected:
-        """Returns a copy in which no value exceeds `most` tokens per round. The drafter's block size is such a
-        limit."""
+        """Returns a copy in which no value exceeds `most` tokens per round, for example the drafter's block size."""
         return Expected(min(self.tokens_per_round, most), min(self.low, most), min(self.high, most), self.is_beyond)
 
 

@@ -40,8 +40,9 @@ GO_ON = "what is finished is kept: start all processes again with the same comma
 
 
 class Liveness:
-    """Detects failed training processes: every process regularly sends a heartbeat through a shared store. Also has a
-    barrier (`wait`). A thread of its own sends the heartbeats; call its methods from a single thread."""
+    """Detects failed training processes: every process regularly sends a heartbeat to the others through a shared
+    store. The heartbeats are sent by a background thread. Also has a barrier, `wait`. Its methods must be called from a
+    single thread."""
 
     def __init__(self, store: Any, ranks: Ranks, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
         """`store`: a store of torch.distributed that all processes share."""
