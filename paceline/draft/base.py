@@ -38,8 +38,8 @@ class Stamp(NamedTuple):
         return cls(path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
 
     def is_current(self) -> bool:
-        """True if the files are the same as when the stamp was made, by name, size and modification time; also for a
-        drafter without files. False if a file was changed, added or deleted."""
+        """True if no file was changed, added or deleted since the stamp was made, judged by name, size and modification
+        time. An empty stamp, of a drafter without files, is always current."""
         try:
             return self.path is None or self == Stamp.of(self.path)
         except OSError:
@@ -105,17 +105,18 @@ class Drafter(ABC):
         return False
 
     def cache_bytes(self, target: Target) -> int:
-        """Returns the bytes of the KV cache that this drafter needs in addition to the target's."""
+        """Returns the bytes of the drafter's own KV cache after it is bound to `target`."""
         return 0
 
     def cache_shape(self, target: Target) -> Hashable:
-        """Returns the shape of this drafter's KV cache. Drafters of a pool with equal shapes share one cache."""
+        """Returns a value that identifies the shape of this drafter's KV cache: if it is equal for two drafters of a
+        pool, they share one cache."""
         return id(self)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the drafter's weights, without the target's. After `bind`, this includes the weights that were
-        copied and packed for the target."""
+        """Bytes of the drafter's own weights, without those of the target that it uses. After `bind`, this includes
+        weights that were copied and packed for the target."""
         return 0
 
     def keep_weights(self) -> None:
@@ -128,16 +129,18 @@ class Drafter(ABC):
         """Reset the state of row `seq.row` for a new sequence."""
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Reuse the cached state of row `source` for a new sequence that begins with the same `length` tokens.
+        """Reuse the cached state of row `source` for a new sequence that begins with the same `length` tokens. Call
+        after `start(seq)`.
 
-        Returns the number of leading positions of `seq` whose state was taken over, at most `length`. Later positions
-        must be passed to `observe`. Call after `start(seq)`. `source`: row of a running sequence, or of an ended one
-        whose row was not reused, which may be `seq.row` itself.
+        Returns the number of leading positions of `seq` whose state was taken over, at most `length`; later positions
+        must be passed to `observe`. `source`: a row whose sequence is running or has ended, but that was not reused
+        since. It may be `seq.row` itself.
         """
         return 0 if self.tap_layers else length
 
     def can_draft(self, seq: Sequence) -> bool:
-        """True if the drafter has observed all positions of this sequence that drafting needs."""
+        """True if the drafter can draft for this sequence now. False while it has not observed all verified positions
+        that it must read first."""
         return True
 
     def chance(self, seq: Sequence) -> float:
@@ -155,8 +158,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
-        """Drafts the tokens that may follow each sequence's last token. Returns the drafts of all rows, at most
-        `num_drafted` per row, or fewer where `batch.draft_limits_B` says so.
+        """Drafts the tokens that may follow each sequence's last token; returns the drafts of all rows. A row gets at
+        most `num_drafted` drafts, and at most its entry of `batch.draft_limits_B(num_drafted)`.
 
         Drafts for greedy and seeded requests are deterministic, so that seeded requests get the output of plain
         decoding.

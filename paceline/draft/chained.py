@@ -139,8 +139,8 @@ class _Row:
 class ChainedDrafter(TappedDrafter):
     """Base class of drafters whose network (a `ChainPath`) drafts token by token: EAGLE-3, MTP.
 
-    Drafts are deterministic or sampled by the same rules as in `DFlashDrafter`. A subclass's `bind` calls `_bind_path`,
-    which makes the decode path, and then `_begin`, which allocates drafting states.
+    `DFlashDrafter` describes which requests get deterministic and which get sampled drafts. For subclasses: `bind`
+    calls `_bind_path`, which makes the decode path, and then `_begin`, which allocates drafting states.
     """
 
     is_stepwise, has_own_threads = True, False

@@ -110,12 +110,11 @@ def random_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each of these names and shapes, filled with normal random numbers of mean 0 and standard
-    deviation 0.02. Weights of norms are 1, and also a layer's `layer_scalar`, the factor on its output.
+    """Yield (name, tensor) for each name and shape in `shapes`, filled with normal random numbers of mean 0 and
+    standard deviation 0.02. Weights of norms are 1, and also a layer's `layer_scalar`, the factor on its output.
 
-    `device` and `dtype` are those of the model that will use the weights. The tensors themselves have the device and
-    dtype that `drawn_as` returns for these. Equal seeds give equal numbers; on a GPU, only if device and dtype are also
-    equal.
+    `device` and `dtype` describe the model that will use the weights; `drawn_as` derives the device and dtype of the
+    tensors from them. Equal seeds give equal numbers; on a GPU, only if device and dtype are also equal.
     """
     draw_device, draw_dtype = drawn_as(torch.device(device), dtype)
     generator = torch.Generator(draw_device).manual_seed(seed)
@@ -278,8 +277,9 @@ MOST_TENSORS, MOST_HEADER_BYTES = 2**16, 2**24
 
 
 def check_header(file: Path) -> None:
-    """Raise ModelFileError if a safetensors file cannot be read, or if its header is larger than 16 MiB
-    (MOST_HEADER_BYTES). The header is not parsed; safetensors rejects one that is larger than the file."""
+    """Check a safetensors file before it is opened: raises ModelFileError if the file cannot be read, or if its length
+    field claims a header of more than 16 MiB (MOST_HEADER_BYTES). No model needs a larger one. A header that is larger
+    than the file passes, because the safetensors library rejects it."""
     with (
         reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError),
         file.open("rb") as opened,

@@ -43,8 +43,8 @@ class KVCache(ABC):
         return list(self._free)
 
     def allocate(self, wanted: int | None = None) -> int | None:
-        """Allocate a free row with length 0; returns its index, or None if no row is free. `wanted`: the free row to
-        allocate; None: the lowest-numbered one."""
+        """Allocate a free row with length 0; returns its index, or None if no row is free. `wanted`: the row to
+        allocate, which must be free; None: the lowest-numbered free row."""
         if not self._free:
             return None
         row = self._free[-1] if wanted is None else wanted
@@ -78,11 +78,11 @@ class KVCache(ABC):
             self.lengths[row] = length
 
     def keep(self, rows: list[int], starts: list[int], slots: list[list[int]]) -> None:
-        """Keep some of the positions that a pass over trees wrote, and drop the others.
+        """Keep the accepted positions of draft trees after a verification pass, and drop the rejected ones.
 
-        Row `rows[i]` had `starts[i]` positions before the pass. `slots[i]` lists the positions to keep, ascending, as
-        offsets from `starts[i]`; they form a path from the tree's root. Their keys and values move to `starts[i]` and
-        the positions after it.
+        Row `rows[i]` had `starts[i]` positions before the pass. `slots[i]` lists the accepted positions as ascending
+        offsets from `starts[i]`: a path from the tree's root. Their keys and values are moved together, so that they
+        directly follow the first `starts[i]` positions.
         """
         for row, start, own_slots in zip(rows, starts, slots, strict=True):
             assert own_slots == sorted(set(own_slots)) and all(
@@ -110,9 +110,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
 class LayeredKVCache(KVCache):
     """KV cache of a model whose layers differ in the number and size of their heads.
 
-    `keys` and `values` have one tensor [rows, kv_heads, max_len + slack, head_dim] per layer; a layer that reads
-    another's keys and values shares its tensors. `slack`: number of scratch positions after each row. Passes of fixed
-    shape write the keys and values of padding tokens to them.
+    `keys` and `values` have one tensor [rows, kv_heads, max_len + slack, head_dim] per layer. A layer that reads
+    another layer's keys and values shares its tensors. `slack`: number of scratch positions after each row, into which
+    passes of fixed shape write the keys and values of padding tokens.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ _TOGETHER = 16
 
 class StaticKVCache(KVCache):
     """KV cache of fixed size. `keys` and `values` are tensors [layers, rows, kv_heads, max_len + slack, head_dim].
-    `slack`: number of scratch positions after each row. Passes of fixed shape write the keys and values of padding
-    tokens to them."""
+    `slack`: number of scratch positions after each row, into which passes of fixed shape write the keys and values of
+    padding tokens."""
 
     def __init__(
         self,

@@ -190,7 +190,7 @@ def _rows_of(name: str) -> list[str]:
 
 
 def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
-    """Split a fused projection of queries and output gate. For each head it has the head's query rows, then its gate
+    """Split a fused projection of queries and output gate, in which each head's query rows are followed by its gate
     rows. Replaces `self_attn.q_proj` in `parts`, one layer's tensors by name, and adds `self_attn.gate`."""
     numbers = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, config.head_dim)
     for kind in [kind for kind in ("weight", "bias") if f"self_attn.q_proj.{kind}" in parts]:
@@ -200,8 +200,8 @@ def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
 
 
 def delta_apart(shape: DeltaShape, parts: dict[str, AnyWeight]) -> None:
-    """Convert a gated delta net's input projections from Qwen3-Next's two matrices, with rows grouped by key head, to
-    Qwen3.5's four. Replaces them in `parts`, one layer's tensors by name."""
+    """Convert a gated delta net's input projections from Qwen3-Next's format (two matrices, rows grouped by key head)
+    to Qwen3.5's (four matrices). Replaces them in `parts`, one layer's tensors by name."""
     groups, share = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
 
     def rows(*sizes: int) -> list[Tensor]:

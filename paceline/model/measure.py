@@ -21,16 +21,16 @@ find such times."""
 
 
 def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
-    """Measure the time of target passes of several sizes, up to `most` tokens. Returns the costs, interpolated for
-    other sizes. All rows of the cache must be free.
+    """Measure the time of target passes of several sizes, up to `most` tokens; returns the costs, interpolated between
+    the measured sizes. All rows of the cache must be free.
 
     - Sizes: on CUDA 1, 8, 16, 64, 128, 256, ... and `most`; on other devices powers of two.
-    - Tokens per row: on CUDA at most `width` (None: as many as a row holds); on other devices as many as a row holds.
-    - Runs: each size runs once untimed, then up to 8 times, and its fastest run counts. A run that would bring the
-      total above 0.3 seconds is skipped, so large sizes may have no measurement.
-    - Two sizes are always measured, because plans depend on the ratio of their times: one token, and the largest size
-      up to `width` (None: up to `most`). Their runs continue until two times differ by at most 20%, or until all runs
-      have taken 3 seconds.
+    - `width`: on CUDA, the maximum tokens per row; None: as many as a row holds, as always on other devices.
+    - Each size runs once untimed and then up to 8 times; the fastest run counts. All timed runs together take about 0.3
+      seconds. Large sizes that do not fit into this time are not measured.
+    - One token and the largest size up to `width` (None: `most`) are always measured, because plans depend on the ratio
+      of their times. Their runs may exceed the 0.3 seconds: they continue until two times differ by at most 20%, or
+      until all runs together have taken 3 seconds.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]

@@ -56,8 +56,8 @@ def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
     bound earlier. Within it, `matrix`, `copied`, `once` and `cache_tensor` return a matrix or tensor of an earlier
     drafter if it has the same content or, for caches, the same shape.
 
-    Yields a dict (`Held`) that lists the shared matrices of the new drafter, and grows as they are made. `has_weights`
-    False: share only cache tensors. Use this for training, which changes weights in place.
+    Yields a dict (`Held`) of the matrices that the new drafter uses; each call of one of these functions adds its
+    matrix. `has_weights` False: share only cache tensors. Use this for training, which changes weights in place.
     """
     token = _present.set(now := _Sharing(target, has_weights=has_weights))
     try:
@@ -67,12 +67,12 @@ def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
 
 
 def matrix(make: Callable[[], T], sources: list[Tensor], *form: Hashable, num_bytes: Callable[[T], int]) -> T:
-    """Return a matrix made from the tensors `sources`, such as weights packed for a device. Within `sharing`, a matrix
-    that an earlier drafter made from tensors of the same content, with equal `form`, is returned in its place.
+    """Return a matrix made from the tensors `sources`, such as weights packed for a device. Within `sharing`, this is
+    the matrix of an earlier drafter if one was made from tensors of the same content with equal `form`.
 
-    `make`: called to create the matrix if no existing one can be returned; within `sharing`, later drafters can use the
-    new one. `form`: everything else that the matrix depends on, such as its format. `num_bytes`: returns a matrix's
-    size in bytes. Outside `sharing`, and with its option `has_weights` False, nothing is shared.
+    `make`: creates the matrix if no existing one can be returned. `form`: everything else that the matrix depends on,
+    such as its format. `num_bytes`: returns a matrix's size in bytes. Outside `sharing`, and with its option
+    `has_weights` False, each call makes a new matrix.
     """
     now = _present.get()
     if now is None or not now.has_weights:
@@ -98,9 +98,9 @@ def once(tensor: Tensor) -> Tensor:
 
 
 def is_as_read(key: Hashable) -> bool:
-    """Return True if `key`, a key of `Held`, belongs to a tensor from `copied` or `once`, which is still as it was read
-    from a file. Such tensors stay valid when their drafter is bound again; other matrices are packed for one target,
-    and are then replaced."""
+    """Return True if `key`, a key of `Held`, belongs to a tensor from `copied` or `once`: unchanged since it was read
+    from a file. Such a tensor stays valid when its drafter is bound again. Other matrices are packed for one target,
+    and are made anew."""
     return isinstance(key, tuple) and key[0] in (_COPY, _READ)
 
 

@@ -24,7 +24,8 @@ DEFAULT_MAX_LEN = 2048
 
 
 class Sizes(Protocol):
-    """Sizes of a model, against which a drafter is checked. A loaded target and a config have them."""
+    """Sizes of a model, with which a drafter's are compared. Implemented by loaded targets (`Target`) and by
+    configs."""
 
     @property
     def num_layers(self) -> int: ...
@@ -60,7 +61,8 @@ class ForwardBatch:
 
     @property
     def positions(self) -> list[int]:
-        """Position of each token in its text, for RoPE: its row's start, or one after its parent's position.
+        """Position of each token in its text, for RoPE. A row's first token has the position `starts` of the row; any
+        other has its parent's position + 1. In a chain the parent is the token before.
 
         In a tree, tokens of equal depth have equal positions, although they have different indices in the cache.
         """
@@ -202,7 +204,7 @@ class Target(ABC):
 
     def record(self, most_count: int) -> None:
         """Capture decode passes as CUDA graphs for any number of rows, with up to `most_count` tokens per row. Does
-        nothing if `recorder` is None.
+        nothing for a target that cannot capture passes (`recorder` is None).
 
         Later passes replay the graphs. Call this after `set_taps`: a graph returns the outputs of the layers that were
         tapped when it was captured. `allocate_cache` discards the graphs. On CUDA, capturing takes seconds.

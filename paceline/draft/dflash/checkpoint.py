@@ -140,9 +140,12 @@ def write_checkpoint(
     head_VD: Tensor | None = None,
     in_8_bits: bool = False,
 ) -> None:
-    """Writes a drafter's config.json (the JSON object `raw`) and weights into a folder. `draft_ids`: token ids of its
-    draft vocabulary, ascending; None: all tokens. `head_VD`: LM head of the drafter, one row per token of the draft
-    vocabulary; None: it uses the target's. `in_8_bits`: round matrices to 8 bits, in a file that only paceline reads.
+    """Writes a drafter's config.json (the JSON object `raw`) and weights (`tensors`) into a folder.
+
+    - `draft_ids`: token ids of the draft vocabulary, ascending; None: all tokens.
+    - `head_VD`: the drafter's own LM head, one row per token of the draft vocabulary; None: the drafter uses the
+      target's.
+    - `in_8_bits`: round matrices to 8 bits, in a file that only paceline reads.
 
     A new folder appears only when all its files are written. In an existing folder, files are replaced one at a time,
     weights first. Raises CacheError if writing fails.

@@ -38,11 +38,11 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class Attend(Protocol):
-    """Interface of the attention function in training; `train/learn/attention.py` implements it. It applies RoPE and
-    masks. Blocks of several sequences are packed one after another.
+    """Interface of the attention function that training passes to `DFlashNetwork.forward`. The function applies RoPE
+    and masks; blocks of several sequences are packed one after another.
 
-    `layer`: index of the draft layer. `query_THD`: queries of the blocks' T positions. `own`: (keys, values) of the
-    blocks, [T, kv_heads, head_dim]. `context`: (keys, values) of N context positions. Queries and keys are normed,
+    `layer`: index of the draft layer. `query_THD`: queries of the blocks' T positions. `own`: (keys, values) of these
+    positions, [T, kv_heads, head_dim]. `context`: (keys, values) of N context positions. Queries and keys are normed,
     without RoPE. Returns [T, heads * head_dim].
     """
 
@@ -209,12 +209,12 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
 
 class DFlashDrafter(TappedDrafter):
     """A DFlash v1 drafter. Greedy and seeded requests get deterministic drafts. Other requests get sampled drafts, with
-    the distributions that they were sampled from. Two settings of the batch replace sampled drafts by deterministic
-    ones:
+    the distributions that they were sampled from. Two settings of a batch change this:
 
-    - With `num_candidates`, rows with candidates for a draft tree get the most probable tokens as drafts.
-    - With `noise_aware`, drafts are predictions of the tokens that the target will sample, made from the random numbers
-      that it will use. Seeded requests get such drafts too; greedy requests and those with a lossy rule do not.
+    - `num_candidates` above 0: requests without a grammar get the most probable tokens as drafts, and further
+      candidates for a draft tree.
+    - `noise_aware`: drafts are predictions of the tokens that the target will sample, made from the random numbers that
+      it will use. Greedy requests and requests with a lossy rule are excepted.
     """
 
     name = "dflash"
@@ -344,8 +344,8 @@ class DFlashDrafter(TappedDrafter):
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns how likely the drafter would have sampled given tokens as the latest round's drafts: one probability
-        for each of `tokens`. It serves to estimate how many sampled drafts would be accepted.
+        """Returns the probabilities with which the latest round's drafts could have been `tokens`: one for each token.
+        Used to estimate how many sampled drafts the target would accept.
 
         `tokens`: one token for each of the first draft positions. `probs_KV`: the distributions from which the latest
         round's drafts were sampled, one per draft position; at least as many as `tokens`.

@@ -33,8 +33,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def unpacked(raw: dict[str, Any], architecture: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a config.json (`raw`) in DeepSpec's format to z-lab's; returns a config in another format unchanged.
-    `architecture`: architecture name that the result gets. `defaults`: values of keys that DeepSpec's format does not
+    """Converts a config.json (`raw`) from DeepSpec's format to z-lab's; returns a config in another format unchanged.
+    `architecture`: architecture name in the result. `defaults`: values for keys that DeepSpec's format does not
     have."""
     names = raw.get("architectures")
     if not isinstance(names, list) or DEEPSPEC not in names:

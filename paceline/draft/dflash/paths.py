@@ -40,8 +40,8 @@ class Drafts(NamedTuple):
 class TorchPath:
     """DFlash in PyTorch operations on any device, with weights prepared for one target.
 
-    Its KV cache has one layer, with the heads of all draft layers concatenated, so that one write stores the context
-    for all. Each row has space for a block after its context; the block is discarded after the round.
+    The KV cache is stored as a single layer that contains the heads of all draft layers, so that one write stores the
+    context for all of them. Each row has space for a block after its context; the block is discarded after the round.
     """
 
     def __init__(
@@ -130,9 +130,12 @@ class TorchPath:
 
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        """Drafts one block of `size` positions after the context of each of `rows`. Returns the most probable token at
-        the first `width` draft positions, and with `with_logits` also the logits [B, width, V], which the next pass may
-        overwrite. `anchors`: last committed token of each row."""
+        """Drafts one block of `size` positions after the context of each of `rows`. Returns the most probable tokens at
+        the block's first `width` draft positions. `anchors`: last committed token of each row, with which its block
+        begins.
+
+        `with_logits`: also return the logits [B, width, V]; the next pass may overwrite them.
+        """
         if outputs := self._replayed(rows, anchors, size):
             best_and_logprob = outputs[0].tolist()  # the round's only device-to-host copy
             slots_B = [best_and_logprob[row][:width] for row in rows]
@@ -148,11 +151,12 @@ class TorchPath:
         return forms.block(rows, anchors) if forms else None
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Computes drafts at the first `width` draft positions of B = `num_rows` blocks, from the hidden states [T, D]
-        of all block positions before the final norm. Returns (drafts [B, width, 2], logits [B, width, V]).
+        """Computes drafts from the draft layers' output `hidden_TD`, the hidden states of all T positions of B =
+        `num_rows` blocks before the final norm. Returns (drafts [B, width, 2], logits [B, width, V]) at each block's
+        first `width` draft positions.
 
-        Each draft is a pair of float64 numbers: the most probable token, as a row index of the LM head, and its
-        log-probability. `anchors_B`: last committed tokens; only subclasses use them.
+        Each draft is a pair of float64 numbers: the LM head's row of the most probable token, and its log-probability.
+        `anchors_B`: last committed tokens; unused here, but subclasses need them.
         """
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
         sure_BK = top_logprob(scale_logits(logits_BKV, self.config))
@@ -233,7 +237,7 @@ def _best(logits_BKV: Tensor) -> Tensor:
 
 def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
     """Returns the rows `draft_ids` of the target's LM head as one matrix. Drafters with the same draft vocabulary share
-    it. After the target got a new cache, a new matrix is made, because the target's weights may have changed."""
+    this matrix until the target gets a new cache; the target's weights may have changed by then."""
     ids, form = draft_ids.tolist(), ("head", id(target.cache))
     return sharing.matrix(
         lambda: target.head_matrix.select(ids), [draft_ids], *form, num_bytes=lambda head: head.num_bytes

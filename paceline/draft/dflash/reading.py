@@ -82,8 +82,8 @@ class Reading:
         first `limit` positions, with their log-probabilities at the temperature of the request `seq`. `most`: maximum
         nodes of that tree; it is only stored in the result.
 
-        With `foresight`, tokens are chosen and ranked by another log-probability, which the result then contains: that
-        the target will sample the token, estimated from the random numbers that it will use.
+        `foresight`: choose and rank tokens by another log-probability, which the result then contains: that the target
+        will sample the token, estimated from the random numbers that the target will use.
         """
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count

@@ -25,8 +25,7 @@ Kind = tuple[int | None, bool]
 
 
 class DecodePath(Protocol):
-    """The members of a decode path that these passes use. `paths.TorchPath`, whose module imports this one, documents
-    them."""
+    """Interface of the decode path whose passes are captured here. `paths.TorchPath` implements and documents it."""
 
     config: DFlashConfig
     dtype: torch.dtype
@@ -76,9 +75,9 @@ class StaticBlock(Region):
             output.copy_(results)
 
     def conclude(self, anchors_B: Tensor, starts_B: Tensor, counts_B: Tensor) -> tuple[Tensor, ...]:
-        """Runs the draft layers on one block for each of B rows; returns the drafts of all blocks, in the form of the
-        decode path's `conclude`. `anchors_B`: last committed tokens. `starts_B`: context lengths. `counts_B`: the block
-        size, or 0 for a row that drafts nothing."""
+        """Runs the draft layers on one block for each of B rows. Returns what the decode path's `conclude` computes
+        from their output, such as drafts and logits. `anchors_B`: last committed tokens. `starts_B`: context lengths.
+        `counts_B`: the block size, or 0 for a row that drafts nothing."""
         path, size = self._path, self._size
         self._tokens_BJ[:, 0] = anchors_B
         slots_BJ = self._writer.point(starts_B, counts_B)
@@ -127,8 +126,9 @@ class StaticInject(Region):
         write_behind(self._path, self._writer, starts_B, counts_B, self._taps_BJF.flatten(0, 1))
 
     def fill(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Write the inputs of these rows to the buffers. `starts`: context lengths. `counts`: new positions. `taps_TF`:
-        the target's hidden states there, row after row, F = tapped layers * hidden size."""
+        """Write the inputs of these rows to the buffers. `starts`: context length of each row. `counts`: number of its
+        new positions. `taps_TF`: the target's hidden states at the new positions, row after row, F = tapped layers *
+        hidden size."""
         inputs, begin = [[0] * self._num_rows for _ in range(2)], 0
         for row, start, count in zip(rows, starts, counts, strict=True):
             inputs[0][row], inputs[1][row] = start, count
@@ -138,9 +138,12 @@ class StaticInject(Region):
 
 
 def write_behind(path: DecodePath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
-    """Write keys and values of up to J new positions of each of B rows into the path's cache, after the rows' contexts.
-    `writer`: cache writer for B rows of J positions. `starts_B`: context lengths. `counts_B`: new positions of each
-    row. `taps_TF` [B * J, F]: the target's hidden states, F = tapped layers * hidden size."""
+    """Compute the drafter's keys and values of newly verified positions, and write them into the path's cache after the
+    rows' contexts. Each of B rows has up to J new positions.
+
+    `writer`: cache writer for B rows of J positions. `starts_B`: context lengths. `counts_B`: number of new positions.
+    `taps_TF` [B * J, F]: the target's hidden states, F = tapped layers * hidden size.
+    """
     slots_BJ = writer.point(starts_B, counts_B)
     path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
 

@@ -38,7 +38,7 @@ class Codebooks(nn.Module):
         """Scores M candidate tokens at each of K draft positions, after each of P possible previous tokens. Returns [B,
         K, P, M]: the dot product of the previous token's vector and the candidate's row in codebook B.
 
-        `before_BKPR`: vectors of the previous tokens, float32, computed by the caller from their rows in codebook A.
+        `before_BKPR`: vectors of the previous tokens, float32; the caller computes them from rows of codebook A.
         `tokens_BKM`: the candidates. `embedding_VD`: the target's embedding, only for factored codebooks.
         """
         if not self.is_factored:

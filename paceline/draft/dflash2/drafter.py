@@ -91,8 +91,8 @@ class ExtendedNetwork(DFlashNetwork):
 
     @classmethod
     def extending(cls, body: DFlashNetwork, config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> Self:
-        """Creates a network that extends the DFlash v1 network `body`, shares its tensors, and at first drafts the same
-        tokens.
+        """Creates a network for training that extends the DFlash v1 network `body`. It shares the tensors of `body`,
+        and drafts the same tokens until it is trained.
 
         The new modules are initialised without effect: convolutions change nothing, selector and Markov head add zero
         to the logits, and a confidence head always predicts one half. `seed`: seed of random initial weights.
@@ -162,11 +162,10 @@ class WalkingDrafter(DFlashDrafter):
     it."""
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns how likely this drafter would sample given tokens as its next drafts: for each of `tokens` the
-        probability after the tokens before it. Runs one more drafting pass.
+        """Returns the probabilities with which this drafter would sample `tokens` as its next drafts: for each token
+        the probability after the tokens before it. Runs one more drafting pass.
 
-        `probs_KV` is ignored: these distributions follow other drafts. It is a parameter because
-        `DFlashDrafter.chances_of` uses it.
+        `probs_KV` is ignored, because those distributions follow other drafts; only `DFlashDrafter.chances_of` uses it.
         """
         reading = self._read([seq.row], [seq.tokens[-1]], len(tokens), self.block_size, True) if tokens else None
         return reading.along(0, tokens, seq) if reading else []

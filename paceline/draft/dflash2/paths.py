@@ -51,7 +51,8 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
 
 
 class CandidatePath(TorchPath):
-    """Base class of DFlash decode paths in PyTorch operations that return scored candidates in place of drafts."""
+    """Base class of DFlash 2's and DSpark's decode paths in PyTorch operations. They return several scored candidates
+    for each draft position, from which the drafter then chooses drafts."""
 
     @abstractmethod
     def scored(self, hidden_BKD: Tensor, logits_BKV: Tensor, anchors_B: Tensor) -> Picks:
@@ -67,9 +68,9 @@ class CandidatePath(TorchPath):
         return self.scored(*self.read(rows, anchors, width, size), torch.tensor(anchors, device=self.device))
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Computes the fields of a `Picks` at the first `width` draft positions of B = `num_rows` blocks. `hidden_TD`:
-        hidden states of all T positions of these blocks, before the final norm. `anchors_B`: the last committed token
-        before each block."""
+        """Computes scored candidates, as the fields of a `Picks`, at the first `width` draft positions of B =
+        `num_rows` blocks. `hidden_TD`: the draft layers' output at all T positions of these blocks, before the final
+        norm. `anchors_B`: the last committed token before each block."""
         blocks = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(tensor for tensor in self.scored(*blocks, anchors_B) if tensor is not None)
 

@@ -25,8 +25,9 @@ from paceline.types import Sequence
 
 
 class Selector(Codebooks):
-    """Candidate selector: scores the most probable tokens of a draft position, given the token drafted before it. Its
-    projection W [rank, D] turns the position's hidden state into factors for the previous token's row of codebook A."""
+    """Candidate selector: scores the most probable tokens of a draft position, given the token drafted before it. The
+    previous token's row of codebook A is multiplied, element by element, by a projection W [rank, D] of the position's
+    hidden state."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         assert config.second is not None and config.vocab_size is not None
@@ -58,16 +59,15 @@ def score(
     before_BK: Tensor | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Picks:
-    """Returns the M = `selector.top_k` most probable tokens at each position, called candidates, with the selector's
-    scores. A score depends on the candidate and on the token before it.
+    """Returns the M = `selector.top_k` most probable tokens (candidates) at each position, with the selector's scores.
+    A score is for a candidate after one previous token.
 
-    - By default, each candidate has M scores: one for each candidate of the previous position as the token before it.
-      At the first position the token before is always the last verified one (`anchors_B`), so the M scores are equal.
-    - With `before_BK`, the known token before each position, each candidate has one score.
+    - By default the previous token is unknown: each candidate has M scores, one for each candidate of the previous
+      position. The first position follows the last verified token (`anchors_B`), so its M scores are equal.
+    - `before_BK`: the previous token of each position, if known. Each candidate then has one score.
 
     `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the head's rows;
-    None: all tokens. `embedding_VD`: the target's embedding; only needed if the selector stores its token vectors as
-    functions of it (factored codebooks).
+    None: all tokens. `embedding_VD`: the target's embedding, only for factored codebooks (see `Codebooks`).
     """
     unary_BKM, chosen_BKM = logits_BKV.float().topk(min(selector.top_k, logits_BKV.shape[-1]), dim=-1)
     tokens_BKM = chosen_BKM if ids is None else ids[chosen_BKM]
@@ -101,12 +101,12 @@ class WalkedReading(Reading):
         return tokens, self._confidence(row, logprobs) if with_confidence else None
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Samples drafts at a row's first `limit` positions, one after another. Each is sampled from softmax(score /
-        temperature) over its position's candidates. Returns (K drafts, their distributions [K, V] or None without
-        drafts, confidences).
+        """Samples drafts at a row's first `limit` positions, one after another, each from softmax(score / temperature)
+        over its position's candidates. Returns (K drafts, their distributions [K, V], confidences). Without drafts the
+        second is None.
 
-        Confidences do not depend on the sampled tokens. They are the drafter's predictions of acceptance if it makes
-        such predictions, else the log-probabilities of greedy drafts.
+        Confidences do not depend on the sampled tokens. They are the predictions of the drafter's confidence head, or
+        without one the log-probabilities of greedy drafts.
         """
         inverse, scores_KPM = inverse_temperature(seq), self._scores_of(row)
         probs_KPM = torch.softmax(self._scores_BKPM[row, :limit] * inverse, dim=-1)
@@ -141,9 +141,9 @@ class WalkedReading(Reading):
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """Returns candidates for a draft tree as `Reading.candidates` does, except that log-probabilities depend on the
-        token drafted before. Those in the result assume the most probable previous token; its function `behind` returns
-        them for any other candidate."""
+        """Returns candidates for a draft tree as `Reading.candidates` does. Here a candidate's log-probability depends
+        on the token drafted before it. The result contains those after the most probable previous token; its function
+        `behind` returns those after any other candidate."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 

@@ -25,8 +25,8 @@ TOP_K = 16
 
 
 class MarkovHead(Codebooks):
-    """Computes what to add to a position's logits, given the token a before it: the product W2 W1[a], one number per
-    token of the vocabulary. W1 is the parameter `predecessor_codebook`, W2 is `successor_codebook`."""
+    """Corrects a position's logits for the token before it. The correction after token a is the product W2 W1[a], one
+    number per token of the vocabulary. W1 is the parameter `predecessor_codebook`, W2 is `successor_codebook`."""
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
         assert config.markov is not None and config.vocab_size is not None
@@ -43,8 +43,8 @@ class MarkovHead(Codebooks):
         return F.linear(wide.to(embedding_VD.dtype), embedding_VD if ids is None else embedding_VD[ids])
 
     def columns(self, ids: Tensor | None) -> Tensor:
-        """Returns the rows of `successor_codebook` that belong to the columns of the logits, [V, rank]. `ids`: token
-        ids of the columns; None: all tokens."""
+        """Returns the rows of `successor_codebook` for the tokens of the logits' columns, [V, rank]. `ids`: these
+        tokens; None: all tokens."""
         book_VR = self.get_parameter(BOOKS[1])
         return book_VR if ids is None else book_VR[ids]
 

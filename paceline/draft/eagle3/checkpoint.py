@@ -122,7 +122,7 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Returns the target layers, counted from 0, whose hidden states a drafter reads if its config names none: layers
-    1, n/2 - 1 and n - 4 of n, as in SGLang and vLLM. For n < 7: an early, a middle and a late one."""
+    1, n/2 - 1 and n - 4 of n layers, as in SGLang and vLLM. For n < 7: an early, a middle and a late layer."""
     ids = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
     return tuple(sorted({max(layer, 1) - 1 for layer in ids}))
 

@@ -21,8 +21,8 @@ from paceline.model.native.packing import pack
 class NativeChain:
     """Base class of native (C++) decode paths for drafters that draft token by token, in one native pass per step.
 
-    For a draft tree, each pass also computes the round's earlier drafts again, because it must contain every token's
-    parent. The few additional tokens cost little.
+    For a draft tree, each pass also recomputes the round's earlier drafts, because a native pass must contain the
+    parents of its tokens. These few additional tokens cost little.
     """
 
     reads_tokens = True

@@ -33,8 +33,8 @@ class EagleNorms:
         self._fc_norms = [norms[f"fc_norm.{index}.weight"] for index in range(config.num_taps if config.fc_norm else 0)]
 
     def normed_features(self, taps_TF: Tensor) -> Tensor:
-        """Returns the target's hidden states [T, F] as the network's first matrix (`fc`) reads them: normed, if the
-        config has norms before it. F = tapped layers * hidden size."""
+        """Returns the input of the network's first matrix (`fc`): the target's hidden states `taps_TF`, normed if the
+        config has norms for them. F = tapped layers * hidden size."""
         taps_TF = taps_TF.to(self._dtype)
         if self._input_norm:
             taps_TF = self._input_norm(taps_TF)
@@ -155,6 +155,5 @@ def _is_outer_norm(name: str) -> bool:
 
 
 def within(weights: dict[str, AnyWeight], prefix: str) -> dict[str, AnyWeight]:
-    """Removes the weights whose names begin with `prefix` from `weights`; returns them under the rest of their
-    names."""
+    """Removes all weights whose names begin with `prefix` from `weights`; returns them by the rest of their names."""
     return {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}

@@ -159,12 +159,13 @@ class DecoderConfig:
         return self.layer_sizes.full_kv_heads, self.layer_sizes.full_head_dim
 
     def rope_size(self, kind: RopeKind) -> int:
-        """Return the size of a head in layers with this type of RoPE."""
+        """Return the size of an attention head in the layers whose RoPE is of type `kind`. The types differ only in
+        models that have a separate RoPE for sliding-window layers ("local")."""
         return self.head_dim if self.layer_sizes is None or kind == "local" else self.layer_sizes.full_head_dim
 
     def source(self, layer: int) -> int:
-        """Return the layer whose cached keys and values layer `layer` reads: itself or, in some of Gemma 4's, an
-        earlier one."""
+        """Return the index of the layer whose cached keys and values layer `layer` reads. This is `layer` itself,
+        except for some layers of Gemma 4, which share the keys and values of an earlier layer."""
         return layer if self.layer_sizes is None else self.layer_sizes.sources[layer]
 
     def has_experts(self, layer: int) -> bool:

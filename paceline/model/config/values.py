@@ -41,8 +41,8 @@ def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def part(values: dict[str, Any], path: Path, *keys: str) -> dict[str, Any]:
-    """Return the object below these nested keys, {} if one is missing or null. Raises ModelFileError, naming `path`, if
-    a key holds another value."""
+    """Return the JSON object that these nested keys lead to in `values`; {} if one of the keys is missing or null.
+    Raises ModelFileError, naming `path`, if the value of a key is not an object."""
     for key in keys:
         inner = values.get(key)
         values = {} if inner is None else inner
@@ -52,8 +52,8 @@ def part(values: dict[str, Any], path: Path, *keys: str) -> dict[str, Any]:
 
 
 def check_flags(values: dict[str, Any], path: Path, keys: tuple[str, ...] = FLAGS) -> None:
-    """Raise ModelFileError, naming `path`, if one of `keys` holds another value than true, false or null. Such a value,
-    such as 1 or "true", would be taken for false here and for true by Transformers."""
+    """Check that the value of each of `keys` is true, false, null or missing. Raises ModelFileError, naming `path`, for
+    any other value, such as 1 or "true": Transformers would treat it as true, paceline as false."""
     for key in keys:
         if not isinstance(values.get(key), (bool, type(None))):
             raise ModelFileError(f"{path}: {key} must be true or false (got {short(values[key])}): correct config.json")

@@ -43,9 +43,9 @@ def _numbers(file: GGUFFile, key: str) -> list[int]:
 def window_keys(file: GGUFFile, arch: str, rule: str | int | None) -> dict[str, Any]:
     """Build the keys of config.json that state which layers have a sliding window.
 
-    `arch`: llama.cpp's name of the model family. `rule`: states which layers of this family have a window, such as
-    "all" or 6 (all but every sixth); see `windows` in families.json. None: paceline does not implement windows for this
-    family. Raises UnsupportedModelError if the file's windows contradict the rule or are not implemented.
+    `arch`: llama.cpp's name of the model family. `rule`: which layers of this family have a window, from `windows` in
+    families.json, such as "all" or 6 (all layers except every sixth); None if paceline supports no windows for this
+    family. Raises UnsupportedModelError if the file has windows that do not fit the rule.
     """
     window, key = file.get(f"{arch}.attention.sliding_window", int) or None, f"{arch}.{PATTERN}"
     slides = file.array(key, bool) if window and file.length(key) else []

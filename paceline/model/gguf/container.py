@@ -71,8 +71,8 @@ class GGUFFile:
     tensors: dict[str, StoredTensor]
 
     def get(self, key: str, kind: type[Kind]) -> Kind | None:
-        """Return the number or string under a metadata key, or None. Raises ModelFileError if it is not of type
-        `kind`."""
+        """Return the number or string under a metadata key; None if the key is missing. Raises ModelFileError if the
+        value is not of type `kind`."""
         value = self.metadata.get(key)
         if value is None or type(value) is kind:
             return value

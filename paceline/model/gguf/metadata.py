@@ -117,10 +117,10 @@ def decimal(value: float | None) -> float | None:
 
 
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, tensor) for each tensor, in the file's order, as float32.
+    """Yield (Hugging Face name, tensor) for each tensor of the GGUF file `path`, in the file's order, as float32.
 
-    With `keep_blocks`, matrices are not converted: quantised ones are yielded as Blocks, and float16 and bfloat16 ones
-    keep their dtype. Quantised matrices that the native library cannot multiply are still dequantised, with a warning.
+    With `keep_blocks`, matrices keep their format: quantised ones are yielded as Blocks, float16 and bfloat16 ones in
+    their dtype. Exception: quantised matrices that the native library cannot multiply become float32, with a warning.
     """
     file = open_gguf(path)
     arch = _architecture(file)[0]

@@ -39,13 +39,13 @@ _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embedding: str | None = None) -> Path:
     """Convert the model in `folder` to a GGUF file `target`; returns `target`. `like`: a GGUF file of the same model
-    family, from which everything except weights is copied.
+    family, from which tokenizer and metadata are copied.
 
-    - Formats of matrices are q8_0, q4_1, bf16 and f32; vectors are f32.
-    - `form`: format of the matrices. `embedding`: format of embedding and head; None: `form`.
-    - A tensor that `like` also contains, with the same values up to rounding to bfloat16, is copied from `like` in its
-      format. This does not apply to query and key projections of Llama models, or to embedding and head if `embedding`
-      is a different format.
+    - `form`: format of matrices: q8_0, q4_1, bf16 or f32. Vectors are always f32.
+    - `embedding`: format of embedding and head; None: `form`.
+    - A tensor whose values did not change, compared with `like` after rounding to bfloat16, is copied from `like` in
+      the format that it has there.
+    - Never copied: query and key projections of Llama models, and embedding and head if `embedding` is another format.
 
     Raises UnsupportedModelError if `like` is not a GGUF file or has another architecture or other sizes, if a format or
     the architecture cannot be written, or if a matrix's rows do not divide into blocks; CacheError if writing fails.

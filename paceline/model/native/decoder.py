@@ -110,8 +110,8 @@ class NativeDecoder(Target):
         cache.mover = partial(self._model.keep, self._native_cache)
 
     def as_weight(self, tensor: Tensor) -> Weight:
-        """Convert a drafter's weight to this target's formats: to CPU and dtype, and matrices to Q8_0 blocks if the
-        target's weights are quantised."""
+        """Convert a drafter's weight to the format of this target's weights: Q8_0 blocks for a matrix if the target is
+        quantised, otherwise a CPU tensor of the target's dtype."""
         rounded = tensor.detach().to("cpu", self.dtype)
         return quantise(rounded, "Q8_0") if self.has_blocks else rounded
 
@@ -161,8 +161,8 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """Time the stages of all later passes. Each pass adds the seconds that thread 0 spends in stage
-        library.STAGES[i], such as "qkv", to seconds[i], float32."""
+        """Time the stages of all later passes, for profiling. Stage i is library.STAGES[i], such as "qkv". Each pass
+        adds the seconds that thread 0 spends in stage i to seconds[i]; `seconds` is a float32 tensor of the caller."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 
@@ -298,7 +298,7 @@ def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
 
 def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
     """Convert the weights `parts` of layer `index`, by name within the layer, to fields of the C struct CLayer: name ->
-    matrix, float32 vector or number. Weight matrices are removed from `parts`."""
+    matrix, float32 vector or number. Removes weight matrices from `parts`, to free their memory."""
     offset = config.norm_offset
     norms = {field: _vector(parts[f"{name}.weight"], dtype, offset) for field, name in NORMS[config.norms].items()}
     is_linear = config.is_linear(index)

@@ -236,9 +236,9 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Set n rows from `first_row` on, all in one part. A dense part takes `source` [n, cols] in its own dtype; a
-        bfloat16 part also converts float32, a float32 part also bfloat16 and float16. A quantised part takes GGUF
-        blocks of type `format`, uint8 [n, bytes]."""
+        """Write n rows of the matrix, from `first_row` on; they must belong to one part. `source` [n, cols] has the
+        part's dtype; float32 is also accepted for a bfloat16 part, and bfloat16 or float16 for a float32 part. For a
+        quantised part, `source` has GGUF blocks of type `format`, uint8 [n, bytes]."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
@@ -282,7 +282,8 @@ class Model:
         check(self._forward(self.handle, byref(cache), byref(work)))
 
     def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
-        """Move a row's keys and values from start + slots[i] (`slots` ascending) to start + i, in all layers."""
+        """Keep the accepted positions of a draft tree: moves the row's keys and values at positions start + slots[i] to
+        start + i, in all layers. `slots`: ascending."""
         arrays = (int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots))
         check(require().pn_keep(self.handle, byref(cache), 1, *arrays))
 
@@ -313,7 +314,7 @@ class Buffers:
             self.room(name, len(numbers))[: len(numbers)] = numbers
 
     def fill_parents(self, parents: list[int] | None) -> None:
-        """Set each token's parent in a tree, as an index among the row's tokens, or -1. None: all rows are chains."""
+        """Set each token's parent in its tree: an index among the row's tokens, -1 for a root. None: only chains."""
         self.work.parents = None
         if parents is not None:
             self.fill(parents=parents)
@@ -373,8 +374,8 @@ class Picker:
 def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], list[float]]:
     """Choose, for each of K draft positions in turn, the candidate that scores best after the previously chosen one.
 
-    Returns (candidates' indices, log-probabilities in softmax(scores * inverse_temperature)), cut off before the first
-    position with invalid scores. scores_KMM: one row's scores from `Picker.pick`.
+    Returns (chosen candidates' indices, log-probabilities in softmax(scores * inverse_temperature)). Both end before
+    the first position with invalid scores. scores_KMM: one row's scores from `Picker.pick`.
     """
     slots, count, _ = scores_KMM.shape
     places, logprobs = (c_int32 * slots)(), (c_double * slots)()

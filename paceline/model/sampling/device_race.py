@@ -74,13 +74,13 @@ def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) 
 
 def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
     """Sample a token at each of J positions of B rows by an exponential race, as `race.race` does on the host; returns
-    token ids [B, J]. position_BJ: index in its text of each token to sample, which selects its noise.
+    token ids [B, J]. position_BJ: index in its text of each token to sample, which selects its random numbers.
 
-    In three cases the result is not a sampled token:
+    Three kinds of entries are not sampled tokens:
     - FAILED (-1): the logits are invalid.
-    - WHOLE (-2): the result depends on tokens other than the most probable ones, which are all that this function
-      reads. The caller must sample with `race.race`.
-    - Results of rows with greedy requests are meaningless.
+    - WHOLE (-2): the most probable tokens, which are all that this function reads, do not decide the result. The caller
+      must sample with `race.race`.
+    - Entries of greedy requests are meaningless.
     """
     num_vocab = logits_BJV.shape[-1]
     _, top_k_B, _, min_p_B, top_p_B = draws

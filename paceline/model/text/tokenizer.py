@@ -173,8 +173,8 @@ class Tokenizer:
         """Separate stop strings that are special tokens from the others. Returns (strings to search in the decoded
         text, ids of the special tokens).
 
-        `are_hidden`: special tokens are omitted from decoded text. A stop string of a special token and other text
-        could then never occur, and raises SamplingError.
+        `are_hidden`: decoded text omits special tokens. A stop string that contains both a special token and other text
+        then raises SamplingError, because it could never match.
         """
         texts, tokens = list[str](), list[int]()
         for each in stop:

@@ -198,8 +198,9 @@ def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, c
 
 
 def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
-    """Return (seen, depths) of C tokens with these parents (index; negative: none). seen, bool [C, C]: the column's
-    token is an ancestor of the row's token, or that token itself. depths: each token's number of ancestors."""
+    """Return (seen, depths) for the C tokens of a tree. `parents`: index of each token's parent; negative for a root.
+    seen, bool [C, C]: True where the column's token is the row's token or an ancestor of it. depths: number of
+    ancestors."""
     seen_CC, depths = torch.eye(len(parents), dtype=torch.bool), list[int]()
     for token, parent in enumerate(parents):
         if parent >= 0:
@@ -235,7 +236,7 @@ class CacheWriter:
 
     @property
     def places(self) -> Places:
-        """Cache row and position of each token, for `kernels.layer.heads`."""
+        """Cache row and position of each token to write, as the Triton kernel `kernels.layer.heads` reads them."""
         if self._places is None and self._single is not None:
             row, start, count = self._single
             position_T = torch.arange(start, start + count, device=self._device)
@@ -278,8 +279,8 @@ class Rope:
         kind: RopeKind = "main",
         slack: int = 0,
     ) -> Self:
-        """Make the RoPE for texts of up to `max_len` tokens. `kind` "local": for sliding-window layers with frequencies
-        of their own. `slack`: positions that the tables cover beyond `max_len`."""
+        """Make the RoPE for texts of up to `max_len` tokens. `kind`: "local" for sliding-window layers that have other
+        frequencies than the rest, else "main". `slack`: positions that the tables cover beyond `max_len`."""
         tables = rope_tables(config, max_len + slack, kind, longest=max_len)
         return cls(*(table.to(device, dtype) for table in tables))
 
@@ -309,9 +310,9 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines for `max_len` positions, float32 [max_len, R] each, including YaRN's attention factor.
 
-    kind "local" uses the config's `local_rope_*`. longest: maximum text length [default: max_len], by which LongRoPE
-    chooses its short or long factors. Raises UnsupportedModelError for an unknown RoPE type, ModelFileError for a
-    missing number.
+    `kind`: "local" uses the config's `local_rope_*`. `longest`: maximum text length, by which LongRoPE chooses its
+    short or long factors; None: max_len. Raises UnsupportedModelError for an unknown RoPE type, ModelFileError for a
+    missing or invalid number.
     """
     inv_freq, attention_factor = inverse_frequencies(config, kind, max_len if longest is None else longest)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
@@ -320,7 +321,7 @@ def rope_tables(
 
 
 def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
-    """Compute RoPE's frequencies for R rotated channels: (angle per position in radians, float32 [R / 2]; factor on
+    """Compute RoPE's frequencies for R rotated channels. Returns (radians per position, float32 [R / 2], factor on
     cosines and sines). Arguments: as in `rope_tables`."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":

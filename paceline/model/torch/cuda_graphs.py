@@ -137,8 +137,7 @@ AnyRegion = TypeVar("AnyRegion", bound=Region)
 
 
 class Recordings(Generic[AnyRegion]):
-    """Captured regions (work of a fixed shape) of one type of work, such as target passes: one for each shape of a
-    grid."""
+    """The captured regions of one type of work, such as target passes: one for each shape of a grid."""
 
     def __init__(self, recorder: Recorder, kind: str, grid: Grid, make: Callable[..., AnyRegion]) -> None:
         """`kind`: name of the work, for counts. `make`: creates a region from the shape, one argument per dimension."""
@@ -148,19 +147,19 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture a region for every shape of the grid. Shapes that were captured before, or failed, are skipped."""
+        """Capture a region for every shape of the grid that has none. Shapes whose capture failed are not tried
+        again."""
         for shape in self.grid.shapes:
             if shape not in self._regions:
                 self._add(shape)
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """Return the captured region for work of size `needed` in each dimension, such as (rows, tokens per row). Its
-        shape is the smallest of the grid that is large enough.
+        """Return the captured region for work of size `needed` in each dimension, such as (rows, tokens per row): that
+        of the smallest shape of the grid that is large enough.
 
-        If that shape is not captured yet, it is captured now, but only if `Recorder.records_late` is True. Returns None
-        if no region is available, and counts this in `Recorder.eager`; the caller then computes the work without a
-        graph.
+        If `Recorder.records_late` is True, a shape without a region is captured now. Returns None if there is no
+        region, and counts this in `Recorder.eager`; the caller then computes the work without a graph.
         """
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:

@@ -45,7 +45,8 @@ from paceline.model.torch.sdpa import chosen_kernels
 
 
 class LayerAttention(NamedTuple):
-    """Inputs of a layer's attention in addition to hidden states."""
+    """Inputs of a decoder layer other than hidden states: its part of the KV cache, attention plan, RoPE, and per-layer
+    embeddings."""
 
     keys: Tensor
     values: Tensor
@@ -78,7 +79,8 @@ class Layer:
 
     @classmethod
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
-        """Build layer `index` from its weights `parts`, removing the projections from `parts`."""
+        """Build layer `index` from its weights `parts`, by name within the layer. Removes the projections from `parts`,
+        so that each is freed once it is packed."""
         names, dtype = NORMS[config.norms], next(iter(parts.values())).dtype
         norms: dict[str, Norm] = {
             field: norm_of(config, parts[f"{names[field]}.weight"]) if field in names else NoNorm(dtype)
@@ -117,7 +119,7 @@ class Layer:
             self.end.run(residual, attention.input_TI)
 
     def attend(self, normed_TD: Tensor, attention: LayerAttention) -> Tensor:
-        """Compute the attention's output [T, D], with its projection, from normed hidden states [T, D]."""
+        """Compute the attention's output [T, D], including the output projection, from normed hidden states [T, D]."""
         keys, values, plan, writer, rope, tables, _ = attention
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         fused_TX = self.qkv(normed_TD)
@@ -302,7 +304,8 @@ class Decoder(Target):
 
 
 def end_scales(config: DecoderConfig, dtype: torch.dtype) -> EndScales:
-    """Return the config's scale factors of embedding and head; the embedding's is rounded to `dtype`, as in Gemma."""
+    """Return the config's scale factors of embedding and head. The embedding's is rounded to `dtype`, as Gemma models
+    require."""
     return EndScales(float(torch.tensor(config.embedding_scale, dtype=dtype)), config.logit_scale, config.logit_cap)
 
 

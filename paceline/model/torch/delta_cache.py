@@ -30,8 +30,8 @@ HALF = ROOM // 2
 
 @dataclass(slots=True)
 class Commit:
-    """A commit: for each of R cache rows, the oldest `gone_R` pending updates (those not yet in the row's recurrent
-    state) are merged into the state and removed from the pending window."""
+    """A commit: merges the oldest pending updates of R cache rows into the rows' recurrent states, and removes them
+    from the pending windows. A pending update is one that the recurrent state does not contain yet."""
 
     rows_R: Tensor
     gone_R: Tensor
@@ -43,7 +43,8 @@ class Commit:
 
 @dataclass(slots=True)
 class Stage:
-    """C new tokens of each of R cache rows that gated delta net layers compute at once, as a part of a pass."""
+    """One step of a pass through a gated delta net layer: C new tokens of each of R cache rows, which are computed
+    together."""
 
     rows_R: Tensor
     tokens_RC: Tensor
@@ -84,13 +85,13 @@ class FixedStage:
     def of(
         cls, starts_B: Tensor, counts_B: Tensor, committed_B: Tensor, room: int, relation_2BJ: Tensor, live_T: Tensor
     ) -> FixedStage:
-        """Build the stage of a pass, by operations on the device. Computes for each row how many pending positions are
-        committed to the recurrent state before the row's new tokens, and how many remain.
+        """Build the stage of a pass, by operations on the device. If the pending window has no space for a row's new
+        tokens, the row's oldest pending positions are first committed (merged into its recurrent state).
 
         - starts_B: tokens of each row before the pass.
         - counts_B: new tokens of each row, 0 for a row that the pass does not change.
         - committed_B: positions that each row's recurrent state contains.
-        - room: size of the pending window.
+        - room: size of the pending window, in positions.
         - relation_2BJ: depth of each token in its tree, and a bit mask of its ancestors and itself.
         - live_T: mask of valid tokens; the others are padding.
         """
@@ -241,10 +242,11 @@ class DeltaCache(StaticKVCache):
             yield ForwardBatch([row], [0], [len(tokens)], tokens, "none")
 
     def stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Split a pass into stages: groups of tokens that a gated delta net layer computes at once, in order.
+        """Split a pass into stages, in order of execution: groups of tokens that a gated delta net layer computes
+        together.
 
-        Call this once per pass, because it changes the cache's records: it stores the pass's tokens, and counts
-        positions as committed that the stages will merge into recurrent states.
+        Call this once per pass, because it changes the cache's records. It stores the pass's tokens, and counts the
+        positions that the stages will merge into recurrent states as already committed.
         """
         self._store(batch)
         first, by_count = 0, dict[int, list[tuple[int, int]]]()
@@ -279,15 +281,15 @@ class DeltaCache(StaticKVCache):
         return self._committed[row]
 
     def passed(self, batch: ForwardBatch, count: int) -> None:
-        """Update the cache's records after a pass of fixed shape: store its tokens, and count as committed the
-        positions that it merged into recurrent states. `count`: tokens per row, including padding. Call this before
-        `append`."""
+        """Update the cache's records after a pass of fixed shape: stores the pass's tokens, and counts the positions
+        that the pass merged into recurrent states as committed. `count`: tokens per row, including padding. Call this
+        before `append`."""
         self._store(batch)
         for row, held in zip(batch.rows, self.held(batch.rows), strict=True):
             self._committed[row] += self._too_many(held, count)
 
     def held(self, rows: list[int]) -> list[int]:
-        """Number of pending positions of each row: those not yet in its recurrent state."""
+        """Return the number of pending positions of each row: those that its recurrent state does not contain yet."""
         return [self.lengths[row] - self._committed[row] for row in rows]
 
     def commits(self, batch: ForwardBatch) -> list[tuple[int, int, int]]:

@@ -19,8 +19,8 @@ MOST_FIXED = 1024
 
 
 def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the config's gated activation as a function: (gate, up), each [T, inner] -> activation(gate) * up.
-    clamped_swiglu also clamps both, and multiplies by up + 1."""
+    """Return the config's gated activation as a function (gate, up) -> activation(gate) * up; all are [T, inner]. The
+    activation clamped_swiglu differs: it clamps gate and up to the config's limit, and multiplies by up + 1."""
 
     def silu(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)

@@ -50,8 +50,8 @@ def split_normed_heads(
 ) -> Tensor:
     """Compute `split_heads`, with the same arguments, for models that norm values too (`DecoderConfig.layer_sizes`).
 
-    If fused_TX has no heads of values, values are the keys before norm and RoPE. If it has only heads of queries,
-    nothing is written to the cache.
+    Two types of layers have fewer heads in fused_TX. Without heads of values, the values are the keys before norm and
+    RoPE. With heads of queries only, nothing is written to the cache: the layer reads another layer's keys and values.
     """
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_qk_heads = num_heads + num_kv_heads

@@ -91,7 +91,8 @@ class RMSNorm:
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Apply the norm to the first `num_heads` heads of each token; returns [T, num_heads, head_dim]."""
+        """Apply the norm to the first `num_heads` heads of each token and drop the others; returns [T, num_heads,
+        head_dim]."""
         if self._is_cpu:
             return self(heads_THD[:, :num_heads])
         normed_THD = kernels.normed(heads_THD, self.for_kernel)[:, :num_heads]
@@ -99,8 +100,8 @@ class RMSNorm:
 
     @property
     def for_kernel(self) -> NormWeight:
-        """The norm's parameters, as the functions of `kernels/layer.py` take them. Must not be read for a norm on the
-        CPU."""
+        """The norm's parameters, as the functions of `kernels/layer.py` take them. Not valid on the CPU, where the
+        stored weight is scaled differently."""
         assert not self._is_cpu
         return NormWeight(self._weight, self._eps, self._is_wide)
 
@@ -135,14 +136,14 @@ class WholeNorm:
         return torch.cat([queries, keys], dim=1).view(heads_THD.shape)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Apply the norms to the first `num_heads` heads (queries and keys) of each token, without the heads of
+        """Apply the norms to the first `num_heads` heads of each token, which must be all queries and keys; drops the
         values."""
         return self(heads_THD[:, :num_heads])
 
     @cached_property
     def for_kernel(self) -> NormWeight:
         """The parameters of both norms, as the functions of `kernels/layer.py` take them, with concatenated weights.
-        Must not be read for norms on the CPU."""
+        Not valid on the CPU, where the stored weights are scaled differently."""
         query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
         return query._replace(weight=torch.cat([query.weight, key.weight]))
 
@@ -227,14 +228,16 @@ def run_mlp(mlp: GatedMLP | Experts, normed_TD: Tensor, live_T: Tensor | None) -
 
 
 def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
-    """Fuse projections of the same input into one matrix, in the order of `names`, removing them from `weights`."""
+    """Fuse projections of the same input into one matrix, in the order of `names`. Removes their weights from
+    `weights`, to free memory."""
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
     weight = torch.cat([weights.pop(f"{name}.weight") for name in names])
     return PackedLinear(weight, torch.cat(biases) if biases else None)
 
 
 def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
-    """Build a layer's experts, removing their weights from `parts`; on GPUs stacked in one tensor for kernels."""
+    """Build a layer's experts from the weights `parts`, which loses them. On GPUs the experts' matrices are stacked in
+    one tensor, as the kernels require."""
     stack, names = None, [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
     if not has_stacks(parts["mlp.gate.weight"]):
         experts = [GatedMLP.of(config, parts, name) for name in names]

@@ -45,8 +45,9 @@ class StaticWriter(CacheWriter):
         self._rows_T = torch.arange(num_rows, device=device).repeat_interleave(count)
 
     def point(self, starts_B: Tensor, counts_B: Tensor) -> Tensor:
-        """Prepare the next pass. starts_B: length of each row before the pass; counts_B: number of its valid tokens.
-        Returns the positions [B, J] of each row's J tokens: starts_B + 0, 1, ... J - 1."""
+        """Set the positions that `write` writes to in the next pass. starts_B: length of each row before the pass;
+        counts_B: number of its valid tokens. Returns the positions [B, J] of each row's J tokens: starts_B + 0, 1, ...
+        J - 1."""
         slots_BJ = starts_B[:, None] + self.slot_J
         self.own_BJ = self.slot_J < counts_B[:, None]
         self._slots_T = torch.where(self.own_BJ, slots_BJ, self._scratch_J).flatten()
@@ -139,8 +140,8 @@ class StaticPass(Region):
             self.chosen_LTK.copy_(chosen_LTK)
 
     def fill(self, batch: ForwardBatch) -> list[int]:
-        """Copy a batch to the input buffers, with one copy to the device, or two for trees. Returns the index of each
-        of its tokens among the B * J tokens of the pass."""
+        """Copy a batch to the pass's input buffers; a row with fewer than J tokens is padded. Returns the index of each
+        of the batch's tokens among the B * J tokens of the pass, by which the caller finds its results."""
         num_rows, count = self._num_rows, self._count
         tokens, starts, counts, committed = [0] * (num_rows * count), [0] * num_rows, [0] * num_rows, [0] * num_rows
         kv = self._decoder.kv
@@ -178,7 +179,7 @@ def _chains(num_rows: int, count: int) -> Tensor:
 
 
 class GraphDecoder(Decoder):
-    """A Decoder with decode passes of fixed shape, which on CUDA `record` captures as CUDA graphs."""
+    """A Decoder whose decode passes have fixed shapes, so that `record` can capture them as CUDA graphs."""
 
     slack = MAX_COUNT
 
@@ -230,8 +231,8 @@ class GraphDecoder(Decoder):
         return self._recordings[self.tap_layers]
 
     def static_pass(self, num_rows: int, count: int) -> StaticPass:
-        """Create a pass of fixed shape, to be captured as a part of a larger CUDA graph (`StaticPass.compute_of`). It
-        returns the outputs of the layers that are tapped during this call. `count`: tokens per row, one of `counts`."""
+        """Create a pass of fixed shape, to be captured as a part of a larger CUDA graph (`StaticPass.compute_of`). The
+        pass returns the outputs of the layers that are tapped now. `count`: tokens per row, one of `counts`."""
         return self._tapping().make(num_rows, count)
 
     @property

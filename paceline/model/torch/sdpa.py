@@ -20,8 +20,8 @@ KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 
 def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that excludes slow or faulty kernels of PyTorch's attention: on CUDA those of cuDNN, on
-    a CPU those that `working_kernels` excludes.
+    """Return a context manager in which PyTorch's attention does not use slow or faulty kernels. On CUDA it excludes
+    cuDNN's kernels; on a CPU it is `working_kernels`.
 
     Entering it takes some 30 us on CUDA, so enter it once per pass. Entering another one inside it costs almost
     nothing.

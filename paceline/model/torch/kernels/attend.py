@@ -33,11 +33,11 @@ _LOADED = 64 * 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """The cache positions that each token of a pass attends to, for J new tokens in each of B rows: all positions
-    before the row's start, and some of the row's new tokens, within the sliding window if there is one.
+    """The cache positions that each of J new tokens of B rows attends to: all positions before the row's start and some
+    of the row's new tokens, limited by the sliding window if there is one.
 
-    With `bits_BJ`, a token attends to the new tokens whose bits are set. Otherwise it attends to all new tokens up to
-    itself, or to all J if `is_causal` is False. Padding tokens are never attended to.
+    Which new tokens: with `bits_BJ`, those whose bits are set (trees); else all up to the token itself if `is_causal`,
+    or all J. Padding tokens are never attended to.
     """
 
     starts_B: Tensor

@@ -27,8 +27,8 @@ def can_use(device: torch.device | str) -> bool:
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Return Triton's launch options for `device` that decide whether a kernel may start before the previous one ends
-    (`triton/overlap.py`). The constant OVERLAPS is True on GPUs that support this."""
+    """Return the launch options with which a Triton kernel may start before the previous kernel ends
+    (`triton/overlap.py`), to save time. On devices that do not support this, only OVERLAPS: False."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}

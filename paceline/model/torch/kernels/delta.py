@@ -43,9 +43,9 @@ def recur(
     eps: float,
     unit_eps: float,
 ) -> Tensor:
-    """Compute a gated delta net without its two projections, in four kernel launches: commit of old positions,
-    convolution, recurrence and gated norm. Returns the input of the output projection, [T, value heads * value_dim];
-    zeros for padding tokens. Updates `memory`, the recurrent states and pending windows.
+    """Compute a gated delta net without its input and output projections, in four kernel launches: merging old pending
+    positions into the recurrent states, convolution, recurrence and gated norm. Updates `memory`. Returns the input of
+    the output projection, [T, value heads * value_dim], with zeros for padding tokens.
 
     fused_TX: result of the fused input projection. For each token it has the convolution inputs, the gates, and for
     each value head the logit of beta (weight of the token's update) and the input of the decay's softplus. eps: of the

@@ -71,8 +71,8 @@ def rms_norm(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
 def add_norm_twin(
     hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
 ) -> Tensor | None:
-    """Add scale * update_norm(update) to `hidden_TD` in place, and return norm(hidden), or None without `norm`. Without
-    `update_norm`, scale * update is added."""
+    """Add scale * update_norm(update_TD) to `hidden_TD` in place; returns norm(hidden_TD). If `update_norm` is None,
+    adds scale * update_TD. If `norm` is None, returns None."""
     normed_TD = update_TD if update_norm is None else rms_norm_twin(update_TD, update_norm, update_TD.dtype)
     hidden_TD.add_(normed_TD, alpha=scale)
     return None if norm is None else rms_norm_twin(hidden_TD, norm, update_TD.dtype)

@@ -50,10 +50,12 @@ def list_pairs(
     chosen_ptr, lists_ptr, counts_ptr, num_tokens,
     PER_TOKEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """List and count the (token, expert) pairs of one expert in each program, in the order of tokens.
+    """List the (token, expert) pairs of one expert in each program, in the order of tokens, so that `multiply` need not
+    search for them.
 
-    chosen [num_tokens, PER_TOKEN]: indices of experts; outputs: lists [experts, num_tokens], counts [experts]. BLOCK_P:
-    PER_TOKEN rounded up to a power of two; BLOCK_T: tokens read at a time.
+    chosen [num_tokens, PER_TOKEN]: indices of experts. Outputs: lists [experts, num_tokens], the pairs as indices into
+    chosen (flattened); counts [experts], the number of pairs. BLOCK_P: PER_TOKEN rounded up to a power of two; BLOCK_T:
+    tokens read at a time.
     """
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK_P)
