@@ -24,9 +24,9 @@ from paceline.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Parameters of noise-aware drafting: predicting the token that the target will sample, from the random numbers
-    that it will use. They describe how the drafter's log-probabilities differ from the target's, were fitted for the
-    drafter, and are stored under the key `paceline.foresight` of its config.json."""
+    """Parameters of noise-aware drafting, which predicts the token that the target will sample from the random numbers
+    that the target will use. The two parameters describe how the drafter's log-probabilities differ from the target's.
+    They were fitted for the drafter, and are stored under the key `paceline.foresight` of its config.json."""
 
     scale: float = 0.8
     """Factor on the drafter's log-probabilities; below 1 for a drafter that is more confident than its target."""
@@ -49,9 +49,12 @@ class Foresight:
         return cls(**values)
 
     def chances(self, logprobs_M: list[float], times_M: list[float]) -> list[float]:
-        """Returns for each of M candidate tokens the log-probability that the target will sample it. `logprobs_M`: the
-        drafter's log-probabilities; at least one is finite. `times_M`: the candidates' random numbers in the target's
-        sampling, from `rng.Noise.exponentials`."""
+        """Returns for each of M candidate tokens the log-probability that the target will sample it, given the random
+        numbers that the target will use.
+
+        `logprobs_M`: the drafter's log-probabilities of the candidates; at least one is finite. `times_M`: the target's
+        random number for each candidate, from `rng.Noise.exponentials`.
+        """
         pairs = zip(logprobs_M, times_M, strict=True)
         scores = [(self.scale * logprob - math.log(time)) / self.spread for logprob, time in pairs]
         most = max(scores)
@@ -60,7 +63,7 @@ class Foresight:
 
 
 def ranked(tokens: list[int], logprobs: list[float], count: int) -> tuple[list[int], list[float]]:
-    """Returns the `count` most probable tokens and their log-probabilities, most probable first; ties keep their
+    """Sorts `tokens` by their `logprobs`, highest first, and returns the first `count` of both. Equal ones keep their
     order."""
     order = sorted(range(len(tokens)), key=logprobs.__getitem__, reverse=True)[:count]
     return [tokens[each] for each in order], [logprobs[each] for each in order]

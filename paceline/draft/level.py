@@ -43,8 +43,8 @@ class Level:
 
     @property
     def positions(self) -> list[int]:
-        """Position in the text of each new entry, as a list over all rows: the number of verified entries of its row
-        plus the number of its ancestors in the draft tree."""
+        """RoPE position of each new entry, as a list over all rows: the number of its row's verified entries plus the
+        number of its ancestors in the draft tree."""
         return [base + len(own) - 1 for base, seen in zip(self.bases, self.seen, strict=True) for own in seen]
 
     def writer(self, device: torch.device) -> CacheWriter:

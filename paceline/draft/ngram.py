@@ -205,15 +205,15 @@ class _Place:
 class PredictionDrafter(_TextDrafter):
     """Drafts from the text that a request predicts as its answer (`Sequence.prediction`), from its first token on.
 
-    When the answer differs from the prediction, drafting continues at another place in it, by the first rule that
-    applies:
+    When the answer differs from the prediction, drafting continues at another position of the prediction. The first
+    rule that applies determines it:
 
     - after the longest match, of at least two tokens, with the end of the answer
     - after the next occurrence of the answer's last token, at most 64 tokens after the latest match
-    - at the place reached if each new token of the answer replaces one token of the prediction
+    - at the position reached if each new token of the answer replaces one token of the prediction
 
-    The third rule needs an earlier match, of the answer's first token or of two tokens in a row. If there was no such
-    match, nothing is drafted until one of the first two rules applies.
+    The third rule applies only after an earlier match, of the answer's first token or of two tokens in a row. If no
+    rule applies, nothing is drafted.
     """
 
     name = PREDICTION
@@ -229,8 +229,8 @@ class PredictionDrafter(_TextDrafter):
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         """Returns for each of at most `most` drafts the probability that it is accepted if all drafts before it are; ()
-        if nothing would be drafted. Later probabilities are never smaller, because each accepted draft makes the match
-        longer."""
+        if nothing would be drafted. The probabilities do not fall from one draft to the next, because each accepted
+        draft makes the match longer."""
         if seq.row not in self._rows:
             return ()
         place = self._rows[seq.row]

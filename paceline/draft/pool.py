@@ -53,9 +53,9 @@ def bind(drafter: Drafter, target: Target, *, keeps: bool = False, is_alone: boo
     """Bind a drafter of a pool to the target. Drafters bound to the same target share weights with equal values, and KV
     caches of equal shape, to save memory.
 
-    `keeps`: load memory-mapped weights into memory first. `is_alone`: True if it is the pool's only drafter; the search
-    for equal weights is then skipped. Raises DrafterMismatchError if the drafter does not fit the target,
-    ContextLengthError if it is a language model with a shorter context.
+    `keeps`: first load memory-mapped weights into memory. `is_alone`: skip the search for equal weights, because the
+    pool has no other drafter. Raises DrafterMismatchError if the drafter does not fit the target, ContextLengthError if
+    it is a language model with a shorter context than the target.
     """
     with sharing(target, has_weights=bool(drafter.source) and not is_alone) as held:
         if keeps:
@@ -73,7 +73,7 @@ matches."""
 
 @dataclass(slots=True)
 class Member:
-    """An entry of the pool: a drafter, its name, and whether new sequences may get it."""
+    """An entry of the pool: a drafter, its name, and whether it is open to new sequences."""
 
     name: str
     drafter: Drafter
@@ -136,8 +136,8 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """The pool entry for sequences that name no drafter, or one that they cannot get: the first that is ready
-        (`Member.is_ready`), or "none" (plain decoding) if no entry is ready."""
+        """The pool entry for sequences that name no drafter, or one that is not ready: the first entry that is ready
+        (`Member.is_ready`), or "none" (plain decoding) if no entry is."""
         return next((member for member in self.members.values() if member.is_ready), self._plain)
 
     @property
@@ -146,9 +146,9 @@ class Pool:
 
     @property
     def open(self) -> list[str]:
-        """Names of the drafters that a new sequence may choose, in the pool's order. A drafter whose weights are not in
-        memory is included; one whose loading failed is left out until the next attempt is due. "none" (plain decoding)
-        is always included."""
+        """Names of the drafters that a request may choose, in the pool's order; "none" (plain decoding) is always
+        included. A drafter whose weights are not in memory is included; a drafter that failed to load is omitted until
+        its next attempt."""
         names = [name for name, each in self.members.items() if each.is_open and not each.drafter.is_failed]
         return list(dict.fromkeys([*names, NONE]))
 
@@ -209,8 +209,8 @@ class Pool:
         self.members[name] = Member(name, drafter)
 
     def exchange(self, name: str, drafter: Drafter) -> None:
-        """Replace the drafter object of an entry by `drafter`, a placeholder when its weights are released from memory,
-        the real drafter when they are loaded again. Raises ConfigError for an unknown name."""
+        """Replace the drafter object of an entry by `drafter`. Used to release a drafter's weights from memory, by a
+        placeholder without weights, and to load them again. Raises ConfigError for an unknown name."""
         is_open = self.member(name).is_open
         self._join(name, drafter)
         self.members[name].is_open = is_open
@@ -230,8 +230,8 @@ class Pool:
         """Assign a drafter to the new sequence `seq`, store its name in `seq.drafter`, and reset the drafter's state
         for the row. The first of these is assigned:
 
-        - `trial_drafter`, if given: a drafter outside the pool, already bound, which is released when the sequence ends
-        - the drafter that `seq.drafter` names, if new sequences may get it now
+        - `trial_drafter`, if given: a bound drafter outside the pool, to be tried on this sequence only
+        - the drafter that `seq.drafter` names, if it is ready (`Member.is_ready`)
         - the default
         """
         name = seq.drafter
@@ -255,7 +255,7 @@ class Pool:
         """Let the sequence's drafter reuse the cached state of row `source`, whose first `length` tokens equal those of
         `seq`. Returns the number of leading positions that were taken over.
 
-        It is 0 if the drafter reads the target's hidden states and another drafter served row `source`.
+        The number is 0 if the drafter reads the target's hidden states and row `source` was served by another drafter.
         """
         drafter = self._leases[seq.row].drafter
         if drafter.tap_layers and self._held.get(source) is not drafter:
@@ -273,10 +273,12 @@ class Pool:
                 self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Returns at most one `Offer` from each source that could draft in the sequence's next round: the request's
-        prediction, its drafter, and prompt lookup. Nothing is drafted yet. `planner` predicts acceptance and cost,
-        except for `is_instant` drafters, which predict their own acceptance at cost 0. `unwanted`: names of drafters to
-        leave out."""
+        """Returns what each source could draft in the sequence's next round, with predicted acceptance and cost
+        (`Offer`). The sources are the request's prediction, its drafter, and prompt lookup. Nothing is drafted yet.
+
+        `planner` makes the predictions, except for `is_instant` drafters, which predict their own acceptance at cost 0.
+        A source that cannot draft now is omitted. `unwanted`: names of drafters to omit.
+        """
         offers = []
         for source in self._sources(self._leases[seq.row].drafter):
             if source.name in unwanted:
@@ -335,9 +337,9 @@ class Pool:
         return self._leases[seq.row].drafter
 
     def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
-        """Update the drafters after a decode round that ran as one CUDA graph. That graph has already written keys and
-        values of the new positions (`observed`) into the cache of `drafter`, so only the cache's lengths are set here.
-        Prompt lookup and predictions get the new tokens. All sequences in `observed` must have this drafter."""
+        """Update the drafters after a decode round that ran as one CUDA graph. The graph has already written the new
+        positions' keys and values into the cache of `drafter`, so only the cache's lengths are set here. Prompt lookup
+        and predictions get the new tokens. `observed`: the new positions, of sequences that all have this drafter."""
         drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
         self._held |= {one.sequence.row: drafter for one in observed}
         for each in self._sources(drafter):

@@ -12,8 +12,8 @@ from paceline.types import CANDIDATE, Batch, Sequence, Take
 
 
 class Probation(NoDrafter):
-    """Wraps a new drafter to try it on one request before it is used. The new drafter reads the prompt and drafts once,
-    which shows whether it works; these drafts are discarded. The request itself is decoded without drafts.
+    """Wraps a new drafter to try it on one request before other requests use it. The new drafter reads the prompt and
+    drafts once, which shows whether it works; these drafts are discarded. The request itself is decoded without drafts.
 
     The future `done` completes when the request ends, with the list of drafted tokens or the error.
     """

@@ -111,8 +111,11 @@ def _read(path: Path, target: Target, options: dict[str, Any]) -> Drafter:
 
 
 def folder_of(name: str, target_name: str | None = None) -> Path:
-    """Returns the path of a trained drafter's checkpoint; downloads it if necessary. `name`: a checkpoint, a built-in
-    model that a drafter ships for, or "default" for the drafter that ships for `target_name`.
+    """Returns the path of a trained drafter's checkpoint; downloads it if necessary. `name` is one of:
+
+    - a checkpoint: a folder, a GGUF file or a hub id
+    - a built-in model: means the drafter that ships for this model
+    - "default": means the drafter that ships for `target_name`
 
     Raises ModelNotFoundError for an unknown name, DownloadError or CacheError if a download fails, ModelFileError if
     the checkpoint is neither a DFlash or EAGLE-3 drafter nor an MTP layer, ConfigError for "default" if no drafter
@@ -148,9 +151,9 @@ def _trained_kind(path: Path) -> Kind:
 
 
 def shipped_or_checkpoint(name: str) -> Path:
-    """Returns the path of a drafter. If a drafter ships for the built-in model `name`, this is the one; otherwise
-    `name` is a checkpoint as in `checkpoint_of`. Raises ModelNotFoundError for an unknown name, DownloadError or
-    CacheError if a download fails."""
+    """Returns the path of the drafter that ships for the built-in model `name`. If `name` is not such a model, returns
+    the path of the checkpoint `name` (see `checkpoint_of`). Raises ModelNotFoundError for an unknown name,
+    DownloadError or CacheError if a download fails."""
     return shipped.find(name) if name in shipped.SHIPPED else checkpoint_of(name)
 
 

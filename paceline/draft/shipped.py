@@ -59,8 +59,8 @@ def find(name: str) -> Path:
 
 @functools.cache
 def find_or_report(name: str) -> Path | None:
-    """Like `find`, but prints the error and returns None if the download fails. Results are cached: later calls with
-    the same name neither print nor try again."""
+    """Returns the folder of the drafter that ships for `name`, as `find` does; if the download fails, prints the error
+    and returns None. Results are cached: later calls with the same name neither print nor try again."""
     try:
         return find(name)
     except (DownloadError, CacheError) as error:

@@ -72,9 +72,9 @@ class SmallModelDrafter(Drafter):
         return length
 
     def observe(self, observed: list[Observed]) -> None:
-        """Bring the model's cache in line with newly verified positions. First removes the entries of drafts that did
-        not become part of the text: rejected ones, and those that a grammar replaced. Then runs new prompt tokens
-        through the model; tokens of the answer are left to `propose`."""
+        """Update the model's cache for newly verified positions. First removes the entries of drafts that did not
+        become part of the text: rejected ones, and those that a grammar replaced. Then runs new prompt tokens through
+        the model. New tokens of the answer are run later, by `propose`."""
         cache = self.model.cache
         rows, ends = [one.sequence.row for one in observed], [one.start + one.count for one in observed]
         kept = [min(cache.lengths[one.sequence.row], self._sound(one)) for one in observed]

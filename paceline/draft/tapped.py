@@ -144,7 +144,8 @@ class TappedDrafter(Drafter):
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
         """Copy keys and values from row `source`, whose first `length` tokens equal those of `seq`. Returns the number
-        of positions copied; it is smaller than `length` if the last ones must be computed anew."""
+        of positions copied. This may be less than `length`, for example because an EAGLE-3 cache entry depends on the
+        token after it."""
         self._sort()
         self._inject([source])
         length = max(min(length - self.looks_ahead, self._cache.lengths[source]), 0)
@@ -176,8 +177,8 @@ class TappedDrafter(Drafter):
         self._inject(rows)
 
     def advance(self, rows: list[int], lengths: list[int]) -> None:
-        """Set the numbers of valid cache positions of `rows` to `lengths`. Call it after a round captured as a CUDA
-        graph, which wrote keys and values itself. No features may be stored for these rows."""
+        """Set the cache lengths of `rows` to `lengths`, after a round captured as a CUDA graph has itself written the
+        new keys and values. No features may be stored for these rows."""
         self._cache.append(rows, [length - self._cache.lengths[row] for row, length in zip(rows, lengths, strict=True)])
 
     def can_draft(self, seq: Sequence) -> bool:

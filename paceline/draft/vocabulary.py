@@ -92,9 +92,9 @@ def read_draft_ids(folder: Path) -> Vocabulary | None:
 def with_head(
     own: Vocabulary, head_VD: Tensor | None, file: Path, remedy: str = "fetch the drafter again"
 ) -> Vocabulary:
-    """Returns the draft vocabulary `own` with the drafter's own LM head `head_VD`; None: it uses the target's. Raises
-    ModelFileError unless the head is a finite matrix with one row per token of the draft vocabulary. `file`, `remedy`:
-    file that is named in the error message, and its last part, which says what to do."""
+    """Returns the draft vocabulary `own` with the drafter's own LM head `head_VD` added; None: the drafter uses the
+    target's. Raises ModelFileError unless the head is a finite matrix with one row per token of the draft vocabulary.
+    For the error message: `file` is the file at fault, `remedy` states what the user can do."""
     if head_VD is None:
         return own
     if head_VD.ndim != 2:
@@ -115,8 +115,8 @@ def check_range(own: Vocabulary, vocab_size: int | None, path: Path) -> None:
 
 
 def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> Tensor:
-    """Returns for each token of the target's vocabulary its row in the drafter's own LM head, [V]. A token that the
-    head does not have gets the row of the mask token. Used for drafters that embed tokens with the rows of their head.
+    """Returns the row of each token of the target's vocabulary in the drafter's own LM head, [V]; for a token without a
+    row, that of the mask token. Used by drafters that also embed tokens with the rows of their head.
 
     `ids`: token ids of the head's rows, `mask_token_id` among them; None: the head has all tokens.
     """
@@ -128,8 +128,9 @@ def rows_of_tokens(ids: Tensor | None, mask_token_id: int, vocab_size: int) -> T
 
 
 def check_ids(ids: Tensor, what: str, remedy: str) -> Tensor:
-    """Returns `ids` unchanged if they are a non-empty 1-D tensor of ascending integers; else raises ModelFileError.
-    `what`: beginning of the error message, which names the tensor. `remedy`: its end, which says what to do."""
+    """Returns `ids` unchanged if they are valid token ids of a draft vocabulary: a non-empty 1-D tensor of ascending
+    integers, none negative. Otherwise raises ModelFileError. `what`: beginning of the message, which names the tensor.
+    `remedy`: its end, which states what the user can do."""
     is_whole = not (ids.is_floating_point() or ids.is_complex())
     if not is_whole or ids.ndim != 1 or not len(ids) or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
         raise ModelFileError(f"{what}: token ids must ascend: {remedy}")

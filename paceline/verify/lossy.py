@@ -62,9 +62,9 @@ from paceline.verify.rules import CheckedRow, RowVerdict
 
 
 def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
-    """Returns bool [V]: True for each token that the lossy rule always accepts as a draft. `target_V`: the target's
-    distribution at the draft's position (at temperature 1 for a greedy request). None for lenience and mixture, which
-    have no such set of tokens."""
+    """Returns bool [V]: True for each token that the lossy rule accepts as a draft with certainty. None for the rules
+    lenience and mixture, which accept drafts only with a probability. `target_V`: the target's distribution at the
+    draft's position (at temperature 1 for a greedy request)."""
     if isinstance(rule, Typical):
         entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
         return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
@@ -89,8 +89,8 @@ def _likeliest(target_V: Tensor, count: int) -> Tensor:
 
 def chances(rule: Rule, target_X: Tensor, draft_X: Tensor, allowed_X: Tensor | None) -> Tensor:
     """Returns for each of X tokens the probability a(x) that the lossy rule accepts it as a draft. `target_X`,
-    `draft_X`: probabilities of the tokens in target and drafter. `allowed_X`: entries of the result of `allowed` for
-    these tokens. Results for tokens with draft probability 0 are meaningless."""
+    `draft_X`: the tokens' probabilities in target and drafter. `allowed_X`: the result of `allowed` for these X tokens.
+    Results for tokens with draft probability 0 are meaningless."""
     scale = rule.l if isinstance(rule, Lenience) else rule.acc if isinstance(rule, Threshold) else 1.0
     chance_X = target_X / (draft_X.clamp(min=torch.finfo(draft_X.dtype).tiny) * scale)
     if isinstance(rule, Mixture):
@@ -151,9 +151,9 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns for each child of a tree node the probability that the lossy rule accepts it, given that the target's own
-    token is not a child and that no earlier child was accepted (b_i in the module's docstring). `target_V`: the
-    target's distribution after the node. `children`: token ids of the children, in the drafter's order."""
+    """Returns the probability that the lossy rule accepts each child of a tree node (b_i in the module's docstring). It
+    holds if the target's own token is not a child and no earlier child was accepted. `target_V`: the target's
+    distribution after the node. `children`: token ids of the children, in the drafter's order."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)
@@ -208,11 +208,12 @@ def follow(
 
     - `tokens`: token ids of the nodes. `parents`: index of each node's parent, -1 for nodes after the last committed
       token.
-    - `own`: function (indices of the accepted nodes, from the root) -> the target's own token after them. A negative
-      result ends the judging; it becomes the next token.
-    - `probs`: function (indices of the accepted nodes) -> the target's distribution after them, [V]; for a greedy
-      request at temperature 1.
-    - `coin`: function (draft position) -> random number in [0, 1) that decides at this position. Unused if `is_greedy`.
+    - `own`: function of the caller (indices of the accepted nodes, from the root) -> the target's own token after them.
+      If it returns a negative number, judging ends, and this number becomes the result's next token.
+    - `probs`: function of the caller (indices of the accepted nodes) -> the target's distribution after them, [V]; for
+      a greedy request at temperature 1.
+    - `coin`: function of the caller (draft position) -> random number in [0, 1), by which drafts at this position are
+      accepted. Unused if `is_greedy`.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

@@ -116,9 +116,11 @@ class Rule:
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
-    """Accepts the leading drafts that equal the target's own tokens. `draw`: function (draft position, from 0) -> the
-    target's own token at this position. It is called for each position in order until a token differs from its draft,
-    and after the last draft if all are accepted."""
+    """Accepts the leading drafts that equal the target's own tokens.
+
+    `draw`: function of the caller (draft position, from 0) -> the target's own token at this position. It is called in
+    order, until a token differs from its draft; if all drafts are accepted, also for the position after them.
+    """
     for slot, drafted in enumerate(draft_tokens):
         token = draw(slot)
         if token != drafted:
@@ -132,8 +134,8 @@ def match(row: CheckedRow) -> RowVerdict:
 
 
 def auto(row: CheckedRow) -> RowVerdict:
-    """Judges certain (deterministic) drafts by `match`, which gives the same text as plain decoding, and sampled drafts
-    by `block`, which on average accepts at least as many as `rejection`."""
+    """Judges certain (deterministic) drafts by `match`, and sampled drafts by `block`. `match` gives the same text as
+    plain decoding; `block` accepts on average at least as many sampled drafts as `rejection`."""
     return match(row) if row.draft_probs_KV is None else block(row)
 
 
@@ -200,8 +202,8 @@ def _at_most_one(target: float, draft: float) -> float:
 
 
 def stop_prob(prefix_prob: float, residual_mass: float) -> float:
-    """Returns the probability that block verification accepts exactly i of K drafts, given that it accepts at most i
-    (h_i in the module's docstring), for i < K.
+    """Returns the probability h_i (module's docstring) that block verification accepts exactly i of K drafts, given
+    that it accepts at most i, for i < K.
 
     `prefix_prob`: pi_i, from `prefix_probs`. `residual_mass`: sum of the weights that `residual_after` returns for i
     accepted drafts.
@@ -212,9 +214,9 @@ def stop_prob(prefix_prob: float, residual_mass: float) -> float:
 
 
 def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, prefix_prob: float = 1.0) -> Tensor:
-    """Returns the weights [V] by which the token after `num_accepted` drafts is sampled if the next draft is rejected:
-    max(prefix_prob * target - draft, 0), not normalised. `prefix_prob`: 1 for rejection sampling; for block
-    verification the entry `num_accepted` of `prefix_probs`."""
+    """Returns the weights [V] from which the next token is sampled if exactly `num_accepted` drafts are accepted and
+    the next is rejected: max(prefix_prob * target - draft, 0), not normalised. `prefix_prob`: 1 for rejection sampling;
+    entry `num_accepted` of `prefix_probs` for block verification."""
     weights_V = target_probs_JV[num_accepted] * prefix_prob
     if row.draft_probs_KV is not None:
         return weights_V.sub_(row.draft_probs_KV[num_accepted]).clamp_(min=0.0)
@@ -223,8 +225,8 @@ def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, 
 
 
 def draw_residual(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor) -> int:
-    """Samples the token that replaces the first rejected draft, from the weights max(target - draft, 0) after the
-    `num_accepted` drafts before it."""
+    """Samples the token that replaces the first rejected draft, in rejection sampling. Its weights are max(target -
+    draft, 0) at the rejected draft's position. `num_accepted`: number of drafts before it."""
     return _draw_residual(row, num_accepted, residual_after(row, num_accepted, target_probs_JV), target_probs_JV)
 
 
@@ -254,10 +256,11 @@ def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
 
     - A number: the average tokens per round, including the bonus token, spread as evenly as possible over the rounds.
     - A survival curve: acceptance[i - 1] is the share of rounds in which at least i drafts are accepted. A random
-      number for each row and round decides.
-    - Marginals (chances of candidates by slot and rank): chains follow the survival curve of the top candidates. In a
-      tree a random path is accepted; each node is on it with the probability in `Tree.gains`. If the tree was grown by
-      the same marginals (`marginals.MockedPlanner`), a round has 1 + sum(gains) tokens on average.
+      number decides for each row and round.
+    - Marginals: the probability that a candidate is right, by draft position and rank. In a chain, the top candidates'
+      survival curve decides. In a tree, a random path is accepted: each node is on it with the probability in
+      `Tree.gains`. If the tree was grown by the same marginals (`marginals.MockedPlanner`), a round has 1 + sum(gains)
+      tokens on average.
 
     Raises ConfigError for a number below 1, and for an invalid curve.
     """

@@ -17,9 +17,9 @@ from paceline.errors import DrafterMismatchError
 
 
 def blended(before: Path, trained: Path, share: float, out: Path) -> None:
-    """Writes a drafter with the weights (1 - share) * before + share * trained into the folder `out`. `before`,
-    `trained`: folders of two drafters. Data type, config and draft vocabulary are those of `trained`; the two draft
-    vocabularies may differ.
+    """Interpolates between the weights of two drafters, in the folders `before` and `trained`: writes a drafter with
+    the weights (1 - share) * before + share * trained into the folder `out`. Its data type, config, draft vocabulary
+    and LM head are those of `trained`.
 
     Raises DrafterMismatchError if the drafters differ in config or tensor shapes, CacheError if `out` cannot be
     written, UnsupportedModelError or ModelFileError if a drafter cannot be read.

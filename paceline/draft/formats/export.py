@@ -43,10 +43,10 @@ def export(
     """Writes the drafter into a new folder or GGUF file `out`. `form`: "z-lab", "speculators" or "gguf". Returns notes
     for the user: a text for each part that was left out, or that other programs will not read.
 
-    `head_rows`: function (token ids) -> these rows of the target's LM head. It is used for a drafter with a draft
-    vocabulary but without a head of its own. Without it, "z-lab" omits the draft vocabulary, "gguf" stores it for
-    paceline only, and "speculators" raises ConfigError. For DFlash 2, "z-lab" and "speculators" always omit the draft
-    vocabulary.
+    `head_rows`: function (token ids) -> these rows of the target's LM head. Only a drafter that has a draft vocabulary
+    but no head of its own needs it. If such a drafter is exported without it, "z-lab" omits the draft vocabulary,
+    "gguf" stores it for paceline only, and "speculators" raises ConfigError. Exception: for a DFlash 2 drafter, "z-lab"
+    and "speculators" always omit the draft vocabulary.
 
     Options for one format:
 

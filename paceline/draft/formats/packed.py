@@ -38,18 +38,18 @@ AGAIN = "fetch the drafter again"
 
 
 def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Converts a network's tensors to those of `model-q8_0.safetensors`: matrices become Q8_0 blocks of 32 columns; one
-    whose columns are not a multiple of 32 stays unchanged. `draft_ids`: tokens whose rows of the DFlash 2 selector's
-    codebooks are kept, int64, ascending; None: all rows."""
+    """Converts a network's tensors to those of the file `model-q8_0.safetensors`. Matrices become Q8_0 blocks of 32
+    columns; a matrix whose columns are not a multiple of 32 stays unchanged. `draft_ids`: keep only these tokens' rows
+    of the DFlash 2 selector's codebooks, int64, ascending; None: all rows."""
     trimmed = tensors if draft_ids is None else without_rows(tensors, draft_ids)
     rounded = {name: quantise(tensor, "Q8_0") for name, tensor in trimmed.items()}
     return {name: each.data if isinstance(each, Blocks) else each for name, each in rounded.items()}
 
 
 def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, Tensor]:
-    """Returns a drafter's tensors with smaller codebooks: of those of a DFlash 2 selector, only the rows for the tokens
-    `draft_ids` are kept. Tensors without codebooks, or whose rows were removed before, are returned unchanged. Matrices
-    may be packed (Q8_0)."""
+    """Returns a drafter's tensors with smaller codebooks: a DFlash 2 selector's codebooks keep only the rows for the
+    tokens `draft_ids`. Returns the tensors unchanged if they have no codebooks, or if rows were removed before.
+    Matrices may be packed (Q8_0)."""
     if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
         return dict(tensors)
     ids = draft_ids.cpu()
@@ -58,9 +58,9 @@ def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, 
 
 
 def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
-    """Copies a drafter's 8-bit weights from `file` to `out` with smaller codebooks: of those of a DFlash 2 selector,
-    only the rows for the tokens `draft_ids` are kept. All other values stay the same bit for bit. Raises ModelFileError
-    if the file is damaged."""
+    """Copies a drafter's 8-bit weights from `file` to `out` with smaller codebooks: a DFlash 2 selector's codebooks
+    keep only the rows for the tokens `draft_ids`. All other values stay the same bit for bit. Raises ModelFileError if
+    the file is damaged."""
     with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
         stored = read_tensors(file)
     save_file(without_rows(stored, draft_ids), out, {"format": "pt"})

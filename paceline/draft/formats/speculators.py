@@ -129,8 +129,9 @@ def from_z_lab(
     "dspark". `verifier`: the target's name_or_path and architectures; unknown values may be missing or empty. `dtype`:
     data type of the weights, such as "bfloat16".
 
-    `settings`: values that `raw` may omit because they have defaults: block_size, mask_token_id, target_layer_ids,
-    num_slots (drafts of a full block), sample_from_anchor, sliding_window_non_causal and draft_vocab_size.
+    `settings`: the drafter's values, with defaults applied, for keys that `raw` may omit: block_size, mask_token_id,
+    target_layer_ids, num_slots (drafts of a full block), sample_from_anchor, sliding_window_non_causal,
+    draft_vocab_size.
     """
     own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
@@ -161,8 +162,8 @@ def from_z_lab(
 
 def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size: int | None) -> dict[str, Tensor]:
     """Returns a DSpark drafter's tensors with the two codebooks renamed from the format of `speculators` to paceline's
-    names. If the second one has rows only for the draft vocabulary `ids`, it is expanded to `vocab_size` rows, with
-    zeros for all other tokens."""
+    names. If `successor_codebook` has rows only for the draft vocabulary `ids`, it is expanded to `vocab_size` rows,
+    with zeros for all other tokens."""
     ours = {name: own for own, name in MARKOV_NAMES.items()}
     renamed, second = {ours.get(name, name): tensor for name, tensor in tensors.items()}, f"markov_head.{BOOKS[1]}"
     if second in renamed and ids is not None and vocab_size and len(renamed[second]) == len(ids):
@@ -173,7 +174,7 @@ def with_our_names(tensors: Mapping[str, Tensor], ids: Tensor | None, vocab_size
 
 def with_their_names(tensors: Mapping[str, Tensor], ids: Tensor | None) -> dict[str, Tensor]:
     """Returns a DSpark drafter's tensors with the two codebooks renamed from paceline's names to those of
-    `speculators`. The second one keeps only the rows for the draft vocabulary `ids`; None: all rows."""
+    `speculators`. `successor_codebook` keeps only the rows for the draft vocabulary `ids`; None: all rows."""
     second = f"markov_head.{BOOKS[1]}"
     narrowed = {second: tensors[second][ids]} if second in tensors and ids is not None else {}
     return {MARKOV_NAMES.get(name, name): tensor for name, tensor in {**tensors, **narrowed}.items()}
@@ -182,11 +183,11 @@ def with_their_names(tensors: Mapping[str, Tensor], ids: Tensor | None) -> dict[
 def proposal_config(
     config: Mapping[str, Any] | None, algorithm: str, num_drafted: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the entry speculators_config of a config.json: the drafting method, its number of drafts and the target.
-    `verifier`: the target's name_or_path and architectures; unknown values may be missing or empty.
+    """Returns the entry speculators_config of a config.json, which names the drafting method, its number of drafts and
+    the target. `verifier`: the target's name_or_path and architectures; unknown values may be missing or empty.
 
-    `config`: an existing entry, in which only the target is updated. None: a new entry is made, for `num_drafted`
-    greedy drafts by the method `algorithm`, such as "eagle3".
+    `config`: the entry of an existing config.json, which is returned with only the target updated. None: a new entry is
+    made, for `num_drafted` greedy drafts by the method `algorithm`, such as "eagle3".
     """
     method = {
         "accept_tolerance": 0.0,

@@ -66,13 +66,14 @@ class MtpLayer:
 
     @property
     def steps(self) -> int | None:
-        """Number of consecutive drafts that the layer was trained for; None for a layer that is part of a target's
-        files."""
+        """Number of consecutive drafts that the layer was trained for. None if this is unknown, as for a layer that was
+        read from the target's own files."""
         return self.raw[MARK]["steps"] if MARK in self.raw else None
 
     def marked(self, steps: int) -> dict[str, Any]:
-        """Returns the config.json for a folder that holds only this layer: the target's, with the key `paceline_mtp`
-        (MARK). `steps`: number of consecutive drafts that the layer was trained for."""
+        """Returns the config.json for a folder that holds only this layer: the target's config.json, plus the key
+        `paceline_mtp` (MARK) by which paceline recognises such a folder. `steps`: number of consecutive drafts that the
+        layer was trained for."""
         kept = {name: value for name, value in self.raw.items() if name != "quantization_config"}
         more = {} if self.tells_normed else {"num_nextn_predict_layers": 1}
         return {**kept, **more, MARK: {"layout": "qwen" if self.tells_normed else "deepseek", "steps": steps}}
@@ -84,8 +85,8 @@ def is_mtp(raw: dict[str, Any]) -> bool:
 
 
 def read_mtp(path: Path) -> MtpLayer:
-    """Reads the MTP layer from a target's folder, or from a folder of its own. Raises ModelFileError if there is no
-    layer, and the errors of `find_mtp`."""
+    """Reads the MTP layer from a target's folder, or from a folder that holds only the layer. Raises ModelFileError if
+    there is no layer; other errors are those of `find_mtp`."""
     layer = find_mtp(path)
     if layer is None:
         names = f"mtp.* nor model.layers.{decoder_config(config_json(path), path).num_layers}.*"
@@ -94,9 +95,9 @@ def read_mtp(path: Path) -> MtpLayer:
 
 
 def find_mtp(path: Path) -> MtpLayer | None:
-    """Reads the MTP layer from a target's folder, or from a folder of its own; returns None if there is no layer.
-    Raises ModelFileError if a tensor does not fit the config, or for a GGUF file, UnsupportedModelError for a target or
-    layer that paceline's decoder does not implement."""
+    """Reads the MTP layer from a target's folder, or from a folder that holds only the layer; returns None if there is
+    no layer. Raises ModelFileError for a GGUF file or if a tensor does not fit the config, UnsupportedModelError for a
+    target or layer that paceline's decoder does not implement."""
     if is_gguf(base_of(path)):
         raise ModelFileError(f"{path}: the mtp drafter reads a folder of safetensors, not a GGUF file: {CHOOSE}")
     raw = config_json(path)

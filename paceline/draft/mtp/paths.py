@@ -47,8 +47,8 @@ class MtpNorms:
         return self._final_norm(hidden_TD).to(self.residual_dtype) if self._tells_normed else hidden_TD
 
     def both(self, tokens: list[int], hidden_TD: Tensor) -> Tensor:
-        """Returns the input [T, 2 D] of the layer's first matrix (`fc`): for each of T tokens, its normed embedding
-        followed by its normed hidden state. `hidden_TD`: the hidden states."""
+        """Returns the input [T, 2 D] of the layer's first matrix (`fc`). It concatenates the normed embeddings of T
+        `tokens` and the normed hidden states `hidden_TD`."""
         embedded_TD = self._target.embed(torch.tensor(tokens, device=self._device))
         return torch.cat([self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD)], dim=-1)
 

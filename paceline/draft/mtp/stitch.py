@@ -32,9 +32,9 @@ WHOLE, INDEX, NEW = "model.safetensors", "model.safetensors.index.json", "model-
 
 
 def stitch(layer: MtpLayer, target: Path, out: Path, *, links: bool = False) -> list[str]:
-    """Writes a copy of the target into the new folder `out`, with this MTP layer in place of the target's own, or
-    added. Returns the names of the replaced or added tensors. `links`: weight files that do not change become symbolic
-    links.
+    """Writes a copy of the target into the new folder `out`, with this MTP layer. The layer replaces the target's own
+    MTP layer, or is added if the target has no such layer. Returns the names of the replaced or added tensors. `links`:
+    link to unchanged weight files, instead of copying them.
 
     Raises CacheError if `out` has files or cannot be written, DrafterMismatchError if the layer was made for another
     target, ModelNotFoundError if there is no target at that path, ModelFileError if the target is damaged,
