@@ -41,8 +41,9 @@ ALL_TOKENS = Vocabulary()
 
 
 def split(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
-    """Splits the tensors of a drafter's file into (network tensors, draft vocabulary with LM head, unused tensors).
-    Raises ModelFileError, which names `path`, if `d2t`, `t2d` and LM head contradict each other."""
+    """Splits the tensors of a drafter's file into (network tensors, draft vocabulary with LM head, unused tensors). The
+    draft vocabulary, if any, is read from tensors `d2t` and `t2d` (see `as_tensors`). Raises ModelFileError, which
+    names `path`, if they and the LM head contradict each other."""
     special = (HEAD, OFFSETS, IS_DRAFTED, *TARGETS_OWN)
     network = {name: tensor for name, tensor in tensors.items() if name not in special}
     others = {name: tensors[name] for name in TARGETS_OWN if name in tensors}

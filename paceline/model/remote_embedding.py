@@ -70,8 +70,8 @@ def load_ends(settings: EngineConfig) -> Target:
     """Load only the embedding and LM head of a target, as `Ends`; for a GGUF file or an adapter, the whole target.
     Device and dtype in `settings` must not be "auto".
 
-    If the config ties embedding and head, the embedding is used as the head. If paceline does not know the model
-    family, and its config does not state whether they are tied, they are treated as tied if the checkpoint has no head.
+    If the config ties embedding and head, the embedding is used as the head. A config of an unknown model family may
+    not state this: the embedding is then used as the head if the checkpoint has no head.
 
     Raises ModelFileError if the embedding or an untied head is missing, UnsupportedModelError if a model of an unknown
     family scales its embedding or head.

@@ -200,7 +200,7 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
     position `key_S`).
 
     `window`: a query attends only to keys less than this many positions before or after it; None: no limit.
-    `is_causal`: a query does not attend to later positions, which are all in the block.
+    `is_causal`: a query does not attend to later positions of its block.
     """
     distance = query_T[:, None] - key_S
     seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)

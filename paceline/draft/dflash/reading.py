@@ -50,8 +50,8 @@ class Reading:
         self._sure_BK = sure_BK
 
     def certain(self, row: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
-        """Returns the greedy drafts at a row's first `limit` positions, and their log-probabilities; None in place of
-        the latter unless `with_confidence`."""
+        """Returns (greedy drafts at a row's first `limit` positions, their log-probabilities). Without
+        `with_confidence` the second is None."""
         best_K = list(takewhile(lambda token: token >= 0, self._best_BK[row][:limit]))
         if with_confidence and self._sure_BK is None and self._logits_BKV is not None:
             self._sure_BK = top_logprob(self._logits_BKV).tolist()

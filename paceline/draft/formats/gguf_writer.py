@@ -55,8 +55,8 @@ def write_gguf(
     """Writes the drafter as one GGUF file. Returns a text for each part that was left out, or that only paceline reads.
 
     `target`: the target's GGUF file, whose tokenizer is copied; without it llama.cpp does not load the drafter.
-    `head_rows`: function that gives rows of the target's LM head, used for a DFlash v1 drafter with a draft vocabulary
-    but no head of its own; without it llama.cpp drafts over all tokens.
+    `head_rows`: function (token ids) -> these rows of the target's LM head. Only a DFlash v1 drafter with a draft
+    vocabulary but no head of its own needs it; without it, llama.cpp drafts over all tokens.
 
     Raises UnsupportedModelError for a setting that llama.cpp cannot express, ConfigError for a target of another
     vocabulary, CacheError if the file cannot be written.

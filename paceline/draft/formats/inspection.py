@@ -23,8 +23,8 @@ class Fact(NamedTuple):
 
 
 def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
-    """Returns the properties of a DFlash, DFlash 2 or DSpark drafter that determine its drafts, with explanations.
-    `folder`: where the drafter was read from."""
+    """Returns the properties of a DFlash, DFlash 2 or DSpark drafter that determine its drafts, with explanations for
+    the user. `folder`: where the drafter was read from."""
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
     packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
@@ -67,7 +67,7 @@ def kind_of(config: DFlashConfig) -> str:
 
 
 def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
-    """Returns the properties of a folder that holds only an MTP layer, with explanations."""
+    """Returns the properties of an MTP layer in a folder that holds only this layer, with explanations for the user."""
     shape = layer.config
     layout = "Qwen3-Next's and Qwen3.5's" if layer.tells_normed else "DeepSeek-V3's"
     mlp = (
@@ -89,7 +89,7 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
 
 
 def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
-    """Returns the properties of an EAGLE-3 drafter, with explanations."""
+    """Returns the properties of an EAGLE-3 drafter, with explanations for the user."""
     config, shape, raw = stored.config, stored.config.shape, stored.config.raw
     style = "speculators' names" if "transformer_layer_config" in raw else "SpecForge's names"
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}

@@ -14,9 +14,11 @@ def commit(
     ROOM: tl.constexpr, BLOCK_R: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Merges each row's oldest pending positions into its state. Moves the changes (values that a position adds to the
-    state) of the positions still pending to the front of the window; `convolve` moves their other tensors. One program
-    handles one row, value head and tile of values.
+    """Merges each row's oldest pending positions into its recurrent state. One program handles one row, value head and
+    tile of values.
+
+    The row's other pending positions move to the front of its window: this kernel moves their changes (values that a
+    position adds to the state), `convolve` moves their inputs, keys and decays.
 
     states, keys, changes, decays: tensors of `DeltaMemory`, whose windows have ROOM positions per row. gone, held
     [rows]: number of positions to merge, and number still pending after that. NUM_KEY_HEADS, NUM_HEADS: key and value
@@ -154,9 +156,9 @@ def recur(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of the new tokens, for one row, value head and tile of values in each program. Appends the
-    tokens' changes (values to add to the state) and decays (logarithms) to the pending window. Padding tokens yield
-    zeros.
+    """Compute the layer's outputs for the new tokens; padding tokens yield zeros. Appends to the pending window each
+    token's changes (values to add to the state) and decay (a logarithm). One program handles one row, value head and
+    tile of values.
 
     fused [T, num_columns]: its last columns are, per head, the logit of beta (the update's weight), then the input of
     the decay's softplus. rate, step [heads]: factor of the decay, and bias in its softplus. states, keys, changes,

@@ -94,17 +94,18 @@ def multiply(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute products of tokens with their experts: out [pairs, OUT] for all (token, expert) pairs. Each program
-    computes BLOCK_N outputs of one expert for all its pairs, BLOCK_T tokens at a time.
+    """Multiply the inputs of all (token, expert) pairs by one matrix of their expert; writes out [pairs, OUT]. Each
+    program computes BLOCK_N outputs of one expert for all its pairs, BLOCK_T tokens at a time.
 
-    IS_UP: activation(gate) * up from inputs [tokens, IN] and weight [experts, 2 * OUT, IN], gate first. Otherwise the
-    product of inputs [pairs, IN] and weight [experts, OUT, IN]. HAS_BIAS: adds bias [experts, rows of weight] to the
-    products. With ACTIVATION "clamped_swiglu", `limit` is the bound on gate and up, `alpha` the factor in the sigmoid.
+    IS_UP: out is activation(gate) * up, from inputs [tokens, IN] and weight [experts, 2 * OUT, IN], gate first.
+    Otherwise it is the product of inputs [pairs, IN] and weight [experts, OUT, IN]. HAS_BIAS: adds bias [experts, rows
+    of weight] to the products. With ACTIVATION "clamped_swiglu", `limit` is the bound on gate and up, `alpha` the
+    factor in the sigmoid.
 
     chosen [num_tokens, PER_TOKEN]: each token's experts. HAS_LISTS: an expert's pairs are read from lists and counts,
-    the outputs of `list_pairs`; otherwise they are searched in `chosen`. IS_BY_PAIR: programs are launched per pair,
-    for passes with fewer pairs than experts, instead of per expert. The programs of an expert's first pair then compute
-    all its pairs, and those of its other pairs do nothing.
+    the outputs of `list_pairs`; otherwise they are searched in `chosen`. IS_BY_PAIR: programs are launched for each
+    pair instead of each expert, in passes with fewer pairs than experts. If several pairs have the same expert, the
+    programs of the first one compute all of them, and the programs of the others do nothing.
 
     BLOCK_P: PER_TOKEN rounded up to a power of two; BLOCK_S: the number of pairs, likewise. BLOCK_K: inputs that are
     read at a time. STAGES: pipeline stages of the loop over inputs.
@@ -166,8 +167,8 @@ def combine(
     outputs_ptr, weights_ptr, chosen_ptr, shared_ptr, gate_ptr, out_ptr,
     SIZE: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Add up the weighted outputs of one token's experts, for BLOCK of columns in each program, in the order of
-    `chosen`.
+    """Compute each token's weighted sum of its experts' outputs. One program handles one token and BLOCK of columns; it
+    adds in the order of `chosen`.
 
     outputs [T * PER_TOKEN, SIZE]; weights, chosen [T, PER_TOKEN], where index -1 adds zeros; out [T, SIZE]. HAS_SHARED:
     adds the shared expert's output, shared [T, SIZE], times the sigmoid of the token's gate [T].
