@@ -147,8 +147,7 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture a region for every shape of the grid that has none. Shapes whose capture failed are not tried
-        again."""
+        """Capture a region for every shape of the grid that has no region yet. Failed captures are not repeated."""
         for shape in self.grid.shapes:
             if shape not in self._regions:
                 self._add(shape)
