@@ -56,8 +56,8 @@ def sharing(target: Owner, *, has_weights: bool = True) -> Iterator[Held]:
     bound earlier. Within it, `matrix`, `copied`, `once` and `cache_tensor` return a matrix or tensor of an earlier
     drafter if it has the same content or, for caches, the same shape.
 
-    Yields a dict (`Held`) of the matrices that the new drafter uses; each call of one of these functions adds its
-    matrix. `has_weights` False: share only cache tensors. Use this for training, which changes weights in place.
+    Yields a dict (`Held`) of the matrices that the new drafter uses; `matrix`, `copied` and `once` add their results to
+    it. `has_weights` False: share only cache tensors. Use this for training, which changes weights in place.
     """
     token = _present.set(now := _Sharing(target, has_weights=has_weights))
     try:
