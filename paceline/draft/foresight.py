@@ -24,9 +24,9 @@ from paceline.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Parameters of noise-aware drafting, which predicts the token that the target will sample from the random numbers
-    that the target will use. The two parameters describe how the drafter's log-probabilities differ from the target's.
-    They were fitted for the drafter, and are stored under the key `paceline.foresight` of its config.json."""
+    """Parameters of noise-aware drafting, which uses the target's random numbers to predict the token that the target
+    will sample. The two parameters describe how the drafter's log-probabilities differ from the target's. They were
+    fitted for the drafter, and are stored under the key `paceline.foresight` of its config.json."""
 
     scale: float = 0.8
     """Factor on the drafter's log-probabilities; below 1 for a drafter that is more confident than its target."""

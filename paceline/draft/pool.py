@@ -136,8 +136,8 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """The pool entry for sequences that name no drafter, or one that is not ready: the first entry that is ready
-        (`Member.is_ready`), or "none" (plain decoding) if no entry is."""
+        """The pool entry for sequences that name no drafter, or one that is unknown or not ready: the first entry that
+        is ready (`Member.is_ready`), or "none" (plain decoding) if no entry is."""
         return next((member for member in self.members.values() if member.is_ready), self._plain)
 
     @property

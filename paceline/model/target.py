@@ -61,8 +61,8 @@ class ForwardBatch:
 
     @property
     def positions(self) -> list[int]:
-        """Position of each token in its text, for RoPE. A row's first token has the position `starts` of the row; any
-        other has its parent's position + 1. In a chain the parent is the token before.
+        """Position of each token in its text, for RoPE. A token without a parent has its row's position in `starts`;
+        any other has its parent's position + 1. In a chain the parent is the token before.
 
         In a tree, tokens of equal depth have equal positions, although they have different indices in the cache.
         """

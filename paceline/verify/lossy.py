@@ -151,9 +151,9 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns the probability that the lossy rule accepts each child of a tree node (b_i in the module's docstring). It
-    holds if the target's own token is not a child and no earlier child was accepted. `target_V`: the target's
-    distribution after the node. `children`: token ids of the children, in the drafter's order."""
+    """Returns the probability b_i (module's docstring) that the lossy rule accepts child i of a tree node, for each
+    child. It assumes that the target's own token is not a child, and that no earlier child was accepted. `target_V`:
+    the target's distribution after the node. `children`: token ids of the children, in the drafter's order."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)

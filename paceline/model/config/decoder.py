@@ -159,8 +159,8 @@ class DecoderConfig:
         return self.layer_sizes.full_kv_heads, self.layer_sizes.full_head_dim
 
     def rope_size(self, kind: RopeKind) -> int:
-        """Return the size of an attention head in the layers whose RoPE is of type `kind`. The types differ only in
-        models that have a separate RoPE for sliding-window layers ("local")."""
+        """Return the size of an attention head in the layers whose RoPE is of type `kind`. It depends on the type only
+        in models whose layers differ in size (Gemma 4)."""
         return self.head_dim if self.layer_sizes is None or kind == "local" else self.layer_sizes.full_head_dim
 
     def source(self, layer: int) -> int:
