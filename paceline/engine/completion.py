@@ -26,7 +26,8 @@ class GenerationStats(Rounds):
 
     @property
     def total_s(self) -> float:
-        """Seconds from admission (a row of the KV cache) to the last token, including prefill."""
+        """Seconds from admission to the last token, including prefill. A request is admitted when it gets a row of the
+        KV cache."""
         last = self.timings.token_s[-1] if self.timings.token_s else self.timings.arrival_s
         return last - self.timings.arrival_s - self.timings.queue_s
 

@@ -61,7 +61,8 @@ class Form(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of one row in a device round."""
+    """Result of one row in a round that the device computed as one CUDA graph: its drafts, how many of them were
+    accepted, and the bonus token."""
 
     num_accepted: int
     bonus: int
@@ -214,8 +215,9 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture the CUDA graphs before the first request: of greedy and of sampled rounds, each without drafts and,
-        if the pool's only drafter is DFlash v1, with drafts. Does nothing if graphs are captured at their first use."""
+        """Capture the CUDA graphs before the first request, so that no request waits for it. Captures plain rounds,
+        greedy and sampled; if the pool's only drafter is DFlash v1, also rounds with its drafts. Does nothing where
+        graphs are captured at their first use instead, as without CUDA."""
         if self._recorder.records_late:
             return
         paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]

@@ -112,8 +112,8 @@ class DeviceRows:
 
     def set(self, sequences: list[Sequence], most_B: list[int]) -> None:
         """Prepare the next round: the row of `sequences[i]` drafts at most `most_B[i]` tokens, and all other rows are
-        idle. Call it only after the previous round has ended: it returns while its copy to the device may still be
-        running, and the next call reuses the buffer of that copy."""
+        idle. The values are copied to the device asynchronously, from a buffer that every call reuses. So call it only
+        when the previous round has ended."""
         wanted = [RowValues()] * len(self._known)
         for seq, most in zip(sequences, most_B, strict=True):
             wanted[seq.row] = RowValues.of(seq, most)
@@ -136,8 +136,9 @@ class DeviceRows:
         self._known[row] = known._replace(length=known.length + gained, anchor=bonus, left=known.left - gained)
 
     def mock(self, rule: Rule, sequences: list[Sequence]) -> None:
-        """Store how many drafts the mocked `rule` will accept in each of these requests, for every possible beginning
-        of a round in the rest of the answer. `survivors` returns these numbers."""
+        """Prepare mocked acceptance, in which `rule` decides by random numbers how many drafts a round accepts. For
+        each request, stores this number for every position at which a later round may begin. `survivors` looks the
+        numbers up."""
         assert rule.survives is not None
         if self._survivors_RS is None:
             self._survivors_RS = torch.zeros(
@@ -151,15 +152,17 @@ class DeviceRows:
             self._mocked[seq.row] = rule, seq
 
     def survivors(self, length_B: Tensor) -> Tensor:
-        """Returns how many drafts [B] the mocked rule accepts in the next round of each of the first B rows; a row may
-        have fewer drafts. `length_B`: number of cached tokens of each row. Call `mock` first."""
+        """Returns how many drafts [B] the mocked rule accepts in the next round of each of the first B rows. The number
+        may be larger than the number of drafts that the row has. `length_B`: number of cached tokens of each row. Call
+        `mock` first."""
         assert self._survivors_RS is not None
         return self._survivors_RS[: len(length_B)].gather(1, length_B.clamp(max=self._max_len - 1)[:, None])[:, 0]
 
 
 class Marks:
-    """Measures how long the parts of one captured computation take. A mark is the point in time between two parts,
-    taken by an event in the CUDA graph or, without CUDA, from the host's clock."""
+    """Measures how long each part of a computation takes, also if the computation is captured as a CUDA graph. A mark
+    is a point in time between two parts. It is recorded by an event in the CUDA graph or, without CUDA, from the host's
+    clock."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._times = [0.0] * count
@@ -168,8 +171,8 @@ class Marks:
         self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(events)]
 
     def set(self, index: int) -> None:
-        """Record the time of the mark with this number. If a CUDA graph is being captured, every replay records it
-        anew."""
+        """Record the time of mark number `index`, counted from 0. If a CUDA graph is being captured, every replay
+        records it anew."""
         if self._events:
             self._events[index].record()
         elif not self._is_cuda:

@@ -209,9 +209,9 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Capture the passes of target and drafters as CUDA graphs, if the device uses them; takes seconds. The largest
-        verify pass has `most_drafted` drafts, or a drafter's own maximum if that is larger. `grows_trees`: also capture
-        verify passes for draft trees of any size."""
+        """Capture the passes of target and drafters as CUDA graphs, if the device uses them; takes seconds. Verify
+        passes are captured for up to `most_drafted` drafts per row, or up to a drafter's maximum if that is larger.
+        `grows_trees`: capture them for draft trees of any size too."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         for source in (self.pool.lookups, self.pool.predictions):
             most = max(most, source.num_drafted) if most and source else most
@@ -223,13 +223,13 @@ class Engine:
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager within which prefill chunks have the maximum size. Use it for answers that are not
-        streamed: all finish sooner, but each one's tokens come less evenly."""
+        streamed: they finish sooner, but the tokens of each one are generated less evenly."""
         return self.planner.chunks.whole() if isinstance(self.planner, AdaptivePlanner) else contextlib.nullcontext()
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        """Run at most one prefill chunk and one decode round. Returns a chunk for each request with new tokens, or that
-        ended."""
+        """Run at most one prefill chunk and one decode round. Returns a chunk for each request that has new tokens or
+        has ended."""
         self.rounds, self.read = [], (0, 0.0)
         if not (self.target.has_own_threads and self.pool.has_own_threads):
             return self._advance()

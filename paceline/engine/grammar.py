@@ -155,8 +155,8 @@ class Grammar:
         tokens."""
 
     def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
-        """Returns the leading drafts that the grammar allows. Also stores for `mask` which tokens are allowed at the
-        position of each returned draft and after the last one; nothing is stored after an end token.
+        """Returns the leading drafts that the grammar allows. Also prepares `mask`: stores which tokens are allowed at
+        the position of each returned draft and after the last one. Nothing is stored for positions after an end token.
 
         `corrects`: replace a refused draft if the grammar allows only one token at its position, and check the next
         drafts too. The target can generate only this token there, so it will be accepted.
@@ -189,9 +189,10 @@ class Grammar:
         """Returns a copy of the logits [J, V] of a row's J verified positions in which tokens that the grammar refuses
         are -inf. Positions after a refused draft are not masked, because they are never used.
 
-        The grammar has priority over the logit bias, bad words and minimum length. Where these forbid every token that
-        the grammar allows, one of these tokens must still be generated. So if one of these settings is used, the copy
-        is float32, and the logits of tokens that the grammar allows are at least -1e30, never -inf.
+        The grammar has priority over the logit bias, bad words and minimum length. If these settings together forbid
+        every token that the grammar allows, a token that the grammar allows must still be generated. So if one of the
+        settings is used, the copy is float32, and the logits of tokens that the grammar allows are at least -1e30,
+        never -inf.
         """
         if not self._masks or self._num_consumed != seq.num_output:
             self.follow(seq, [])

@@ -141,8 +141,8 @@ class LLM:
         return self.target.cache.num_bytes + memory_of(self.engine.pool.drafters, self.target).cache_bytes
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
-        """Returns another engine with the same weights and cache, and with the given drafter, or several drafters by
-        name. Use only one of the engines at a time. On CUDA this first captures CUDA graphs, which takes seconds."""
+        """Returns another engine with this LLM's weights and cache, and the given drafter, or several by name. Use only
+        one engine at a time: all share the cache. On CUDA this first captures CUDA graphs, which takes seconds."""
         every, mock = [drafter] if isinstance(drafter, Drafter) else list(drafter.values()), self.config.mocked
         engine = Engine(
             self.target,
@@ -173,8 +173,8 @@ class LLM:
             self.record_passes(self.engine)
 
     def record_passes(self, engine: Engine) -> None:
-        """Capture the passes of this engine's rounds as CUDA graphs, if the device uses them; existing ones are
-        reused."""
+        """Capture the target and drafter passes that `engine` needs as CUDA graphs, if the device uses them. Passes
+        that were captured earlier are reused."""
         grows = self.config.trees if self._adapts else self.config.speculation.num_nodes > 0
         engine.record(LATER if self.router else 0, grows_trees=grows)
 
@@ -216,12 +216,12 @@ class LLM:
 
     @property
     def members(self) -> dict[str, Member]:
-        """The pool's drafters by name, each as a copy of its entry. "none" is always available in addition."""
+        """The pool's drafters by name, each as a copy of its pool entry. "none" is always available in addition."""
         return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
     def use_members(self, members: Mapping[str, Member]) -> None:
-        """Start a new engine with these drafters instead of the present ones. Raises ConfigError while answers are
-        running, and DrafterMismatchError for a drafter that does not fit the target."""
+        """Replace all drafters at once, such as by the `members` of an earlier LLM; starts a new engine. Raises
+        ConfigError while answers are running, DrafterMismatchError for a drafter that does not fit the target."""
         self._refuse_while_running("drafters cannot be exchanged all at once")
         self._replace_engine(members)
 

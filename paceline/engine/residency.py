@@ -61,8 +61,9 @@ class ReleasedDrafter(NoDrafter):
 
 class Residency:
     """Keeps at most `most` drafters of a pool in memory: releases others, and loads them again when requests name them.
-    Only drafters that can be created again count (`can_release`). A drafter with running requests is never released, so
-    there may be more for a while. Only the engine's thread calls it; any thread may read its counters."""
+    Drafters without weights, or that could not be loaded again, do not count (`can_release`). A drafter with running
+    requests is never released, so the limit may be exceeded for a while. Only the engine's thread calls it; any thread
+    may read its counters."""
 
     def __init__(self, most: int, target: Target, make: Callable[[str], Drafter], kv_memory: int | None) -> None:
         """`target`: the model that loaded drafters are bound to. `make`: creates a drafter, given its name or path.
@@ -91,9 +92,9 @@ class Residency:
         return "ready"
 
     def turn(self, pool: Pool) -> None:
-        """Do the next step of loading and releasing: put a drafter that has been loaded into the pool, begin to load
-        the one that requests named, and release others beyond the limit. Called before a request is assigned a
-        drafter."""
+        """Do what is due, before a request is assigned a drafter: put a drafter whose loading has ended into the pool,
+        start to load the released drafter that was requested last (if requests for it are frequent enough), and release
+        drafters beyond the limit."""
         self.take_in(pool)
         if self._loading is None and (member := pool.members.get(self._wanted)):
             released, often = member.drafter, self._requests[self._wanted]
@@ -103,15 +104,15 @@ class Residency:
         self._make_room(pool, self.most - (self._loading is not None))
 
     def take_in(self, pool: Pool) -> None:
-        """Put the drafter that has been loaded, if any, into the pool in place of its placeholder."""
+        """If a drafter's loading has ended, put the drafter into the pool in place of its placeholder."""
         if self._loading and self._loading[2].done():
             self._take(pool, *self._loading)
             self._loading = None
 
     def started(self, pool: Pool, name: str, drafter: str) -> None:
-        """Record that a new request uses the drafter named `drafter`. `name`: the drafter that the request named, or
-        "". The two differ if the named drafter is not in memory: it is then loaded for later requests, but not within
-        60 seconds (RETRY_S) after a failed attempt."""
+        """Record that a new request named the drafter `name` ("" if it named none) and uses the drafter `drafter`. A
+        request whose drafter is not in memory uses another one. The named drafter is then loaded for later requests,
+        unless an attempt failed in the last 60 seconds (RETRY_S)."""
         self._touch(drafter)
         member = pool.members.get(name)
         self._count(name if member else drafter)
@@ -122,7 +123,7 @@ class Residency:
                 self.turn(pool)
 
     def put(self, pool: Pool, name: str) -> None:
-        """Record that the drafter `name` was just added to the pool, and release others if too many are now in
+        """Call this when the drafter `name` was just added to the pool. Releases other drafters if too many are now in
         memory."""
         self._touch(name)
         self._count(name)
@@ -208,9 +209,10 @@ def create(
     """Creates drafters with `make`, and returns them by name. `specs`: for each name, a drafter's name or path, a
     Drafter or None. Raises the errors of `make`.
 
-    `most`: maximum number of drafters in memory; None: no limit. Only drafters that can be created again count
-    (`can_release`). Once the limit is reached, each further drafter that is given by name or path becomes a placeholder
-    (`ReleasedDrafter`), and is loaded when requests need it. The names "none" and "ngram" never become placeholders.
+    `most`: maximum number of drafters in memory; None: no limit. Drafters without weights, or that could not be loaded
+    again, do not count (`can_release`). Once the limit is reached, each further drafter that is given by name or path
+    becomes a placeholder (`ReleasedDrafter`), and is loaded when requests need it. The names "none" and "ngram" never
+    become placeholders.
     """
     created: dict[str, Drafter] = {}
     for name, spec in specs.items():

@@ -40,8 +40,8 @@ def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
     """Runs one round for all sequences of the batch: draft K tokens, verify J = K+1 positions, commit the accepted
-    drafts and the bonus token. `narrow`: function that chooses by the drafter's confidences which drafts of each row to
-    verify; None: all drafts."""
+    drafts and the bonus token. `narrow`: function (drafter's confidences, tree candidates) -> number of drafts, or
+    draft tree, that each row verifies (see `Planner.narrow`); None: all drafts are verified."""
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
@@ -174,16 +174,16 @@ def _observed(
 
 
 class RuleJudge:
-    """Decides which drafts are accepted. Normally the verification rule `rule` decides, such as rejection sampling. The
-    first of these cases that applies to a row has priority:
+    """Decides which drafts are accepted. Normally the verification rule `rule` decides, such as rejection sampling. It
+    does not decide for a row in one of these cases; the first one that applies counts:
 
     1. The request has its own lossy rule (`SamplingParams.lossy`): this rule decides.
-    2. The drafts form a tree: the path that equals the target's own tokens is accepted. If `rule` has a function
-       `walk`, it selects the path instead.
+    2. The drafts form a tree: the path that equals the tokens that the target itself generates is accepted. If `rule`
+       has a function `walk`, it selects the path instead.
     3. The row is greedy, and `rule` needs the drafts' probabilities: the leading drafts that equal the target's most
        probable tokens are accepted.
     4. The row is sampled with certain (deterministic) drafts, and `rule` is lossless and needs the drafts'
-       probabilities: the leading drafts that equal the target's own samples are accepted.
+       probabilities: the leading drafts that equal the tokens sampled from the target are accepted.
     """
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:

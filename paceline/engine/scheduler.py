@@ -108,8 +108,9 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Copy the longest prefix of the prompt that any row holds to the row of a newly admitted request, which
-        already has a drafter (`Pool.start`). Nothing is copied now in two cases:
+        """Reuse cached keys and values for a newly admitted request, which already has a drafter (`Pool.start`): finds
+        the row that holds the longest prefix of the prompt, and copies this prefix to the request's row. Nothing is
+        copied now in two cases:
 
         - An earlier request is still in prefill, and will hold a longer prefix of this prompt. `reads` copies it later.
         - Log-probabilities of the prompt were requested. They need logits, which no cache holds.
@@ -127,8 +128,8 @@ class PrefixReuse:
             self._take_over(seq)
 
     def reads(self, seq: Sequence) -> None:
-        """Copy the prompt's longest prefix now, if `admitted` postponed it. Call this when the request's prefill
-        starts."""
+        """Call this when the request's prefill starts. If `admitted` postponed the copy of the prompt's longest prefix,
+        the prefix is copied now."""
         if seq.request_id in self.deferred:
             self.deferred.remove(seq.request_id)
             self._take_over(seq)

@@ -26,7 +26,8 @@ def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[i
 
 def shape(seq: Sequence, logits_JV: Tensor, draft_tokens: list[int]) -> Tensor:
     """Applies the request's bad words and minimum length: returns a copy of the logits [J, V] with forbidden tokens at
-    -inf, or the same tensor if neither applies. `draft_tokens`: the J - 1 drafts that the positions verify."""
+    -inf, or the same tensor if the request has neither setting. Position 0 follows the committed tokens; each later one
+    follows one more of the J - 1 tokens `draft_tokens`."""
     if not seq.shapes_logits:
         return logits_JV
     logits_JV, num_vocab = logits_JV.clone(), logits_JV.shape[-1]

@@ -96,8 +96,9 @@ class Chances:
 
     def record_tree(self, outcome: Outcome, confidence: Sequence[float] | None) -> None:
         """Update the estimates with one row's verified draft tree (`outcome`). The path of top tokens counts like a
-        chain in `record`. The other nodes correct the drafter's probabilities of tokens that are not its top one.
-        `confidence`: the drafter's log-probability of its top token at each slot; None if unknown."""
+        chain in `record`. The other tested nodes show whether the drafter's probabilities of lower-ranked tokens are
+        too high or too low, and correct them by a factor. `confidence`: the drafter's log-probability of its top token
+        at each slot; None if unknown."""
         self.record(len(outcome.tree.spine), outcome.spine_accepted, confidence)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)
@@ -109,8 +110,8 @@ class Chances:
         `num_accepted` accepted. `confidence`: the drafter's log-probability of its top token at each slot, verified or
         not; None if unknown.
 
-        If all verified drafts were accepted, drafts after them count with their estimated chances. Otherwise the
-        estimates would be too high, because only promising drafts are verified.
+        Drafts that were not verified are counted too, with their estimated chances, if all verified ones were accepted.
+        The planner skips them because they are not promising: without them, the estimates would become too high.
         """
         chances = self.of(confidence[: len(self.average)]) if confidence is not None else []
         self._detect_shift((chances or self.average)[:num_checked], num_accepted)

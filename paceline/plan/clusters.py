@@ -71,7 +71,8 @@ def label(cluster: str) -> str:
 
 
 def is_tag(name: str) -> bool:
-    """True for the label of a cluster that a client's tag defines: "tag-" and six hexadecimal digits (see `label`)."""
+    """True if `name` is the public name of a cluster that a client's tag defines: "tag-" and six hexadecimal digits,
+    made by `label`."""
     return re.fullmatch("tag-[0-9a-f]{6}", name) is not None
 
 
@@ -92,8 +93,8 @@ class Clusters:
     """Assigns requests to at most 32 clusters (MOST_CLUSTERS) of similar requests, by their classes (`clusters_of`).
 
     A class becomes a cluster at its third request (SEEN). Earlier requests belong to a less specific cluster, or to
-    "other". If there are 32 clusters already, the new one replaces the longest unused one, but only if none of the
-    latest 4096 requests (IDLE) belonged to that.
+    "other". If there are 32 clusters already, the class has to wait until one of them was unused for 4096 requests
+    (IDLE), and then replaces the longest unused one.
     """
 
     def __init__(self) -> None:

@@ -49,11 +49,11 @@ class PassCosts:
 
 @dataclass(slots=True)
 class RoundCosts:
-    """Estimated durations of rounds of one type: all rows greedy, or some sampled. Estimates are in seconds at the
-    machine speed at which `passes` was measured.
+    """Estimated durations of rounds of one type: all rows greedy, or some sampled. The estimates are the measured
+    seconds of target passes (`passes`), corrected by a factor for each number of token positions.
 
-    The present speed, which changes within seconds, is estimated separately (`slowness`), and so is a correction factor
-    of `passes` for each number of token positions.
+    Times are in seconds at the machine's speed when `passes` was measured. The speed changes within seconds; its
+    present value is estimated separately (`slowness`).
     """
 
     passes: PassCosts

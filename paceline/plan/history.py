@@ -42,9 +42,9 @@ RECENT = 0.97
 
 
 class Trials:
-    """Time budget for trials: rounds that draft although the drafts are expected to cost more time than they save, in
-    order to update the estimates. While the budget is too small for the next trial, it grows by a small share of each
-    round's time."""
+    """Time budget for trials: rounds that draft in order to update the estimates, although the drafts are expected to
+    cost more time than they save. As long as the next trial would exceed the budget, each round adds a small share of
+    its time to the budget."""
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s
@@ -63,13 +63,14 @@ class Trials:
 
     def begin_request(self) -> None:
         """Increase the budget because a new request starts, whose text may suit the drafter better. The increase is a
-        small share of the time of rounds since the latest call, at most `wanted_s`."""
+        small share of the time of all rounds since the latest call, but at most what the next trial needs
+        (`wanted_s`)."""
         self.budget_s, self._new_s = self.budget_s + self._new_s, 0.0
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, plain_s: float, is_trial: bool) -> None:
-        """Update the budget with a finished round. `plain_s`: estimated seconds of the same round without drafts.
-        `is_trial`: True if the round was a trial; the time that it lost compared with plain decoding is then
-        subtracted."""
+        """Update the budget with a finished round: its numbers of rows and new tokens, and its seconds. `plain_s`:
+        estimated seconds of the same round without drafts. `is_trial`: True if the round was a trial; the time that it
+        lost compared with plain decoding is then subtracted."""
         self.budget_s = min(self.budget_s, max(FIRST_TRIALS * plain_s, self.wanted_s))
         if not self.is_affordable:
             self.budget_s += TRIAL_SHARE * seconds
@@ -80,8 +81,8 @@ class Trials:
 
 
 class PlainRounds:
-    """Decides when to run a plain round (without drafts), in order to measure the present time of such a round. For
-    each batch size, one is due after 2 rounds with drafts, the next after 4, then 8, up to PLAIN_EVERY (64)."""
+    """Decides when to run a plain round (without drafts), in order to measure the present time of such a round. The
+    first one of a batch size is due after 2 rounds with drafts, the next after 4, then 8, up to PLAIN_EVERY (64)."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
@@ -101,7 +102,7 @@ class PlainRounds:
 
     def restart(self, num_rows: int) -> None:
         """Make plain rounds (without drafts) of `num_rows` rows frequent again: the next one is due after 2 rounds with
-        drafts."""
+        drafts, the one after it 4 rounds later, and so on."""
         self._counts.pop(size_class(num_rows), None)
 
 
@@ -150,8 +151,8 @@ class Pauses:
         return loses
 
     def next(self) -> set[str]:
-        """Counts one round: shortens all pauses by it, and returns the sources that must not draft in the next
-        round."""
+        """Call this once before each round: every pause becomes one round shorter. Returns the sources that must not
+        draft in the round, because they still pause."""
         self._pauses = {source: (max(left - 1, 0), length) for source, (left, length) in self._pauses.items()}
         return {source for source, (left, _) in self._pauses.items() if left}
 
@@ -211,13 +212,14 @@ class RoundHistory:
             self.plain.restart(num_rows)
 
     def rest(self, num_rows: int) -> None:
-        """Stop drafting by drafters that run a network for the next min(8, 3 * `num_rows`) rounds, if these have
-        `num_rows` rows. Called when no draft seems worth its time, because even considering drafts takes time."""
+        """Make drafters that run a network stop drafting for the next min(8, 3 * `num_rows`) rounds, as long as these
+        have `num_rows` rows. Called when no draft seems worth its time: then even considering drafts would waste
+        time."""
         self._rest = (min(REST, 3 * num_rows), num_rows)
 
     def rests(self, num_rows: int) -> bool:
-        """True if drafters that run a network must not draft in this round of `num_rows` rows, because of `rest`. Each
-        call counts as one round."""
+        """True if drafters that run a network must not draft in this round of `num_rows` rows, because `rest` was
+        called. Call it once per round: each call shortens the rest by one round."""
         left, resting_rows = self._rest
         self._rest = max(left - 1, 0), resting_rows
         return left > 0 and resting_rows == num_rows

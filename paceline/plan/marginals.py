@@ -71,8 +71,8 @@ class Tally:
 
     @classmethod
     def of(cls, counts: Any) -> Tally:
-        """Reads the counts from a JSON object {"tried": [...], "stood": [[...], ...]} with the fields of this class,
-        one entry per slot. Raises ConfigError on invalid counts."""
+        """Reads the counts from a JSON object {"tried": [...], "stood": [[...], ...]}: `tried` and `stood` of this
+        class, with one entry per slot. Raises ConfigError on invalid counts."""
         tried, stood = (counts.get("tried"), counts.get("stood")) if isinstance(counts, dict) else (None, None)
         if (
             not (isinstance(tried, list) and isinstance(stood, list) and tried and len(stood) == len(tried))
@@ -95,8 +95,8 @@ def _are_counts(values: Any) -> bool:
 
 
 class Expected(NamedTuple):
-    """Predicted acceptance length and depth of draft trees with one number of nodes, averaged over many simulated
-    rounds."""
+    """Predicted acceptance length and depth of draft trees that all have the same number of nodes, averaged over many
+    simulated rounds."""
 
     tokens: float
     """Acceptance length: tokens per round, including the bonus token."""
@@ -124,8 +124,9 @@ class Marginals:
 
     @classmethod
     def of(cls, tally: Tally) -> Marginals:
-        """Estimates the chances from counts. For a slot with few counts, the estimate is drawn towards the chance of
-        the previous slot, and towards the average distribution over lower ranks."""
+        """Estimates the chances from counts. The fewer counts a slot has, the more its estimates are drawn towards
+        typical values: for the top token, the chance at the previous slot; for lower ranks, their average over all
+        slots."""
         left = sum(tally.tried) - sum(own[0] for own in tally.stood if own)
         sums = [sum(counts) for counts in itertools.zip_longest(*(own[1:] for own in tally.stood), fillvalue=0)]
         shares = [each / left if left else 0.0 for each in sums]
@@ -151,7 +152,8 @@ class Marginals:
 
     def with_firsts(self, firsts: Sequence[float]) -> Marginals:
         """Returns marginals in which the top token of each slot has the chance in `firsts`. The rest, 1 - first, is
-        divided among the lower ranks in the same way at every slot: as in these marginals on average."""
+        divided among the lower ranks. Each rank gets its average share of the rest in these marginals, the same at
+        every slot."""
         left = sum(1 - first for first in self.firsts)
         ranks = itertools.zip_longest(*(own[1:] for own in self.chances_KM), fillvalue=0.0)
         shares = [sum(each) / left if left else 0.0 for each in ranks]
@@ -209,8 +211,9 @@ def _spread_evenly(luck: random.Random, chance: float) -> list[float]:
 
 @dataclass(slots=True)
 class MockedPlanner(FixedPlanner):
-    """Plans trees of `num_nodes` drafts for benchmarks in which a random number, and not the target, decides what is
-    accepted. Trees are built by the acceptance chances in `marginals`, not by the drafter's probabilities."""
+    """Plans trees of `num_nodes` drafts for benchmarks with mocked acceptance, where random numbers decide instead of
+    the target which drafts are accepted. Trees are built by the acceptance chances in `marginals`, not by the drafter's
+    probabilities."""
 
     marginals: Marginals | None = None
     num_rounds: int = 0

@@ -78,20 +78,20 @@ class Planner(Protocol):
         ...
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
-        """Estimates what up to `most` drafts from `source` (a drafter's name) bring and cost for one row: their
-        acceptance chances and their seconds. `kind`: sampling mode of the row. `is_stepwise`: True if each draft takes
-        a forward pass of its own."""
+        """Estimates the benefit and cost of verifying up to `most` drafts from `source` (a drafter's name) for one row:
+        the drafts' acceptance chances, and the seconds of making them. `kind`: sampling mode of the row. `is_stepwise`:
+        True if each draft takes a forward pass of its own."""
         ...
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
-        """Plans the next step: the drafts of each row, and how many prompt tokens are prefilled. `rows`: the rows that
-        decode. `prompt_left`: prompt tokens that are left of the request in prefill; 0 if there is no such request. It
-        is not in `rows`, but if the chunk completes its prompt, it decodes in the same step."""
+        """Plans the next step: the drafts of each row that decodes (`rows`), and how many prompt tokens are prefilled.
+        `prompt_left`: tokens left of the prompt that is being prefilled; 0 without one. That request is not in `rows`;
+        if this step completes its prompt, it also decodes in this step."""
         ...
 
     def join(self, plan: Plan, index: int, row: Row) -> None:
-        """Insert the row of the request in prefill into the plan at `index`, because its prompt was completed in the
-        planned step."""
+        """Insert a row into the plan at `index`: the request in prefill, whose prompt this step completed, so that it
+        decodes in the same step."""
 
     def narrow(
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
@@ -105,9 +105,9 @@ class Planner(Protocol):
         """Update the estimates of durations and acceptance with a finished round. `plan`: the plan that it followed."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Estimates the cost of a row's drafts: the duration of a round in which all rows draft like row `index`, in
-        units of a round without drafts. None if unknown. `num_checked`: verified drafts of this row. `num_alike`:
-        number of rows that share one drafting pass, this one included."""
+        """Estimates what the drafts of one row (`index`) cost: the duration of a round in which all rows have such
+        drafts, in units of a round without drafts. None if unknown. `num_checked`: verified drafts of this row.
+        `num_alike`: number of rows that share one drafting pass, this one included."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Update the estimates with a prefill chunk of `num_tokens` tokens that took `seconds`."""

@@ -109,7 +109,7 @@ class Arm:
             self.squares.add(weight * (num_tokens / price / self.gain - 1.0) ** 2, weight, 1.0)
 
     def fade(self) -> None:
-        """Multiply the weight of all requests so far by 0.98 (KEEP)."""
+        """Multiply the weight of all requests so far by 0.98 (KEEP), so that newer ones count more."""
         self.weight *= KEEP
         for ratio in (self.reward, self.squares, self.own):
             ratio.add(0.0, 0.0, KEEP)
@@ -131,7 +131,7 @@ class Cluster:
         """Chooses the drafter of a new request among `drafters`, listed in initial order of preference. The first rule
         that applies decides:
 
-        - The pinned drafter, unless it is clearly slower than plain decoding.
+        - If an operator pinned this cluster to a drafter: that one, unless it is clearly slower than plain decoding.
         - A drafter that is new to this cluster: it gets `first(name)` requests as trials, at most 2 (FIRST).
         - The drafter with the best estimates, or sometimes another one that may be faster. The latter costs 1.0 of the
           exploration credit, to which every request adds a little.

@@ -71,7 +71,7 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
 
 def grown(drafted: list[Want], share: Callable[[list[Want]], list[int]]) -> list[int]:
     """Grows the draft trees of all rows as far as it seems worthwhile; returns the number of drafts that each row
-    verifies. `share`: function (`drafted`) -> these numbers, for the present trees.
+    verifies. `share`: function that decides these numbers for the trees in `drafted` as grown so far.
 
     Trees first get at most 24 nodes (FIRST_NODES). As long as more than half of the nodes of any tree would be
     verified, this limit is doubled and `share` called again.
@@ -92,8 +92,9 @@ def grown(drafted: list[Want], share: Callable[[list[Want]], list[int]]) -> list
 
 
 class TreeWorth:
-    """Decides whether the next round uses draft trees, by comparing what they gained so far with the CPU time for
-    building them. If that was not worth it, trees are tried only once after every 16 rounds (TREE_EVERY)."""
+    """Decides whether the next round uses draft trees. Compares the tokens that trees gained so far with the CPU time
+    for building them. If trees cost more than they gained, they are used only once after every 16 rounds without
+    (TREE_EVERY)."""
 
     def __init__(self) -> None:
         self._worth = 0.0
@@ -106,9 +107,9 @@ class TreeWorth:
         return self._worth >= 0.0 or self._num_without >= TREE_EVERY
 
     def record(self, gains: Sequence[float], rate: float) -> None:
-        """Update the average gain of a tree after a round was planned. `gains`: for each tree of the round, how many
-        more tokens of surplus it has than the best chain (see `surplus_of`); empty for a round without trees. `rate`:
-        present speed in tokens per second, which converts the time for building a tree to tokens."""
+        """Update the average gain of a tree after a round was planned. `gains`: for each tree of the round, its surplus
+        minus that of the best chain, in tokens (see `surplus_of`); empty for a round without trees. `rate`: present
+        speed in tokens per second, which converts the time for building a tree to tokens."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)

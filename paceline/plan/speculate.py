@@ -55,6 +55,6 @@ class Speculation:
         return self.is_auto or self.is_off
 
     def planner(self, most_chunk: int = 256) -> FixedPlanner:
-        """Returns a planner that ignores measured times, with prefill chunks of `most_chunk` tokens. Like "full", the
-        value "auto" makes it verify all drafts."""
+        """Returns a planner for this setting that ignores measured times, with prefill chunks of `most_chunk` tokens.
+        With "auto" it therefore verifies all drafts, as with "full"."""
         return FixedPlanner(self.num_drafted, most_chunk, num_nodes=self.num_nodes)

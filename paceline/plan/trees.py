@@ -117,8 +117,8 @@ non-increasing."""
 
 
 def drafter_probs(slot: int, logprobs: list[float]) -> list[float]:
-    """Estimates acceptance chances by the drafter's own probabilities, exp(logprobs). It is a possible function `weigh`
-    of `grow`, and so has the parameter `slot`, which it ignores."""
+    """Returns the drafter's own probabilities, exp(logprobs), as estimates of the acceptance chances. To be passed to
+    `grow` as `weigh`; `slot` is ignored."""
     return [math.exp(logprob) for logprob in logprobs]
 
 

@@ -79,9 +79,8 @@ class Setup:
     """Sentence that lists the assumed default values (`simulate/assumed.py`)."""
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
-        """Adds a warning if `config` sets any of the options `names`, which the chosen cost model (`kind`) does not
-        use.
-        Returns the setup itself."""
+        """Adds a warning if `config` sets any of the options `names`, because this setup's cost model does not use
+        them. Returns the setup itself."""
         if given := given_of(config, *names):
             self.warnings.append(f"{', '.join(given)} has no effect here: the {self.kind} model knows better")
         return self
@@ -153,9 +152,10 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 def deployment_of(
     config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
 ) -> Deployment:
-    """Returns the machine, number formats, number of GPUs and expert locality that `config` sets. Defaults: the machine
-    `measured` (None: this computer), the number formats `known`, and the expert locality `locality` (0: each position
-    selects its experts independently; 1: all positions of a sequence share them)."""
+    """Returns the machine, number formats, number of GPUs and expert locality that `config` sets. The other arguments
+    are defaults for options that are not set: the machine `measured` (None: this computer), the number formats `known`,
+    and the expert locality `locality` (0: each position selects its experts independently; 1: all positions of a
+    sequence share them)."""
     number, name = catalogue.counted("--hardware", config.hardware or THIS)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
@@ -166,9 +166,9 @@ def deployment_of(
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
-    """Returns the drafter's cost: from a roofline if `config` has its number of parameters, else a share of a target
-    pass. In a roofline, parameters are float32 if the target's weights are, else bfloat16 (servers do not quantise
-    drafters)."""
+    """Returns the drafter's cost: computed by a roofline if `config` has its number of parameters, else a share of a
+    target pass. The roofline assumes float32 parameters if the target's weights are float32, else bfloat16, because
+    servers do not quantise drafters."""
     if config.drafter_params is None:
         return _fraction(config)
     number_format = "float32" if deployment.precisions.weights == "float32" else "bfloat16"
@@ -187,7 +187,8 @@ def is_here(name: str) -> bool:
 
 def machine_named(name: str) -> Machine:
     """Returns a known machine by its name, ignoring case and spaces. "this" measures this machine's GPU or, without
-    one, its CPU; "cpu" measures its CPU. Raises ConfigError, which lists the known names."""
+    one, its CPU; "cpu" measures its CPU. For any other name, raises ConfigError, whose message lists the known
+    names."""
     if is_here(name):
         return this_machine(resolve(EngineConfig(device="cpu" if name.lower() == "cpu" else "auto")).device)
     return catalogue.known_machine("--hardware", name, f"or {THIS} to measure this one")

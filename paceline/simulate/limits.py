@@ -30,9 +30,9 @@ LOOKUPS = ("ngram",)
 
 
 def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
-    """Returns (`costs` with the drafter cost of a drafting method, sentences that explain it). n-gram lookup costs 0,
-    other methods the default share of a target pass. `costs` are unchanged if `method` is None, or if they already fix
-    the drafter's cost, for example by measured times."""
+    """Sets the drafter's cost to that of a drafting method: 0 for n-gram lookup, the default share of a target pass for
+    other methods. Returns (changed copy of `costs`, sentences that explain the cost). Changes nothing if `method` is
+    None, or if `costs` already fix the drafter's cost, for example by measured times."""
     is_said = costs.drafter_cost is not None or costs.drafter_params is not None
     if method is None or is_said or costs.toy or costs.table is not None or costs.calibration is not None:
         return costs, []
@@ -71,10 +71,12 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 
 
 def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
-    """Returns sentences that warn of limits of the acceptance data.
+    """Returns sentences on the limits of the acceptance data, to be shown with a prediction.
 
-    - If acceptance is a constant: one sentence, that all drafts have the same chance.
-    - Otherwise: one if `load` has more draft positions than the data, and one if the data come from recorded rounds."""
+    - For a constant acceptance: that all drafts are assumed to have the same chance.
+    - For other data: that `load` has more draft positions than the data, or that the data come from recorded rounds, if
+      this is the case.
+    """
     if acceptance.kind == "constant":
         return [TEXTS["constant"]]
     limits = []
@@ -96,8 +98,8 @@ def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Loa
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:
     """Returns a warning if weights and caches (`need`) do not fit into memory, else None. If the machine has a link to
-    others, the warning recommends the smallest number of GPUs with enough memory. If `shape` is given, this number also
-    divides the attention heads evenly, unless no number does both."""
+    others, the warning recommends the smallest number of GPUs with enough memory. With `shape`, it recommends the
+    smallest such number that also divides the attention heads evenly, if there is one."""
     if need.fits:
         return None
     weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes

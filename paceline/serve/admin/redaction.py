@@ -23,8 +23,9 @@ Redacted = tuple[list[int], list[int]]
 
 
 class Redactor:
-    """Removes matches of regular expressions from the texts and token ids of traces; "[redacted]" replaces a match.
-    Raises ConfigError for a pattern that is invalid, or that matches the empty string or the placeholder."""
+    """Removes matches of regular expressions from the texts and token ids of traces. The placeholder "[redacted]"
+    replaces a match. Raises ConfigError for a pattern that is invalid, or that matches the empty string or the
+    placeholder."""
 
     def __init__(self, patterns: Iterable[str], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

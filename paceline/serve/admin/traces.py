@@ -175,8 +175,8 @@ class TraceWriter:
         """Queue a request's traces, to be built and written in the writer's thread; returns True if they were queued.
         Only a random share of the calls (`TraceConfig.sample`) is queued. Never raises.
 
-        `maker`: function that builds the traces. `wait`: if the queue is full, wait for room in it, instead of counting
-        a trace as lost. `is_full`: True if the caller has reached a limit of its own; a trace is then counted as lost.
+        `maker`: function that builds the traces. `wait`: if the queue is full, wait for room in it; False counts a lost
+        trace instead. `is_full`: True if the caller's own limit is reached: a lost trace is then counted too.
         """
         if self._random.random() >= self._config.sample:
             return False
@@ -190,7 +190,7 @@ class TraceWriter:
         return True
 
     def lose(self, reason: str) -> None:
-        """Count a lost trace in `dropped`."""
+        """Count a trace as lost. `reason`: key of `dropped`, such as "queue" or "disk"."""
         if reason == "queue" and not self.dropped.get(reason):
             log.warning("traces are lost: answers come faster than they can be read")
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -364,8 +364,8 @@ def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s:
 
 
 def given(params: SamplingParams) -> dict[str, Any]:
-    """Return name -> value of the sampling parameters that differ from their defaults, without `prediction`. The
-    numbers in logit_bias become strings, because JSON has no -inf."""
+    """Return the sampling parameters that a trace records, as name -> value: those that differ from their defaults, but
+    not `prediction`. The numbers in logit_bias become strings, because JSON has no -inf."""
     defaults = asdict(SamplingParams())
     values = {name: value for name, value in asdict(params).items() if value != defaults[name]}
     values.pop("prediction", None)

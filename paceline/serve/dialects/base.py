@@ -37,9 +37,10 @@ class Part:
 
 
 class Translated(Exchange):
-    """A request of Anthropic's Messages or OpenAI's Responses API, converted to a chat. Converts the answer back to
-    that API. The answer is a sequence of parts, each a text or a tool call. A part has events for its beginning, for
-    each new text, and for its end. A response object is built from the same events as a stream."""
+    """A request to Anthropic's Messages or OpenAI's Responses API, which is answered as a chat. Converts the chat's
+    answer to that API's events. An answer is a sequence of parts, each a text or a tool call. A part has events for its
+    beginning, for each new text, and for its end. A request without streaming gets one response object, built from the
+    same events."""
 
     end = b""
 

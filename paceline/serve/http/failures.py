@@ -65,8 +65,8 @@ class ApiError(Exception):
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """Error object in Anthropic's format. A too long prompt's message begins with "prompt is too long": clients
-        then shorten the conversation."""
+        """Error object in Anthropic's format. If the prompt is too long, the message begins with "prompt is too long":
+        clients recognise this text and shorten the conversation."""
         message = self.message
         if self.param and self.param not in message:
             message = f"{self.param}: {message}"

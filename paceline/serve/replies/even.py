@@ -35,18 +35,18 @@ KEPT = 0.9
 
 
 class Pace:
-    """Interval in seconds between two frames (chunks of equal size) of a streamed answer. It is either fixed, or
-    computed from the speed of earlier answers: first after 8 (FIRST) finished answers, then after every 64 (WINDOW).
-    Until then it is `START_S`. Several answers are used together, so that the interval does not show the speed of a
-    single one."""
+    """Interval in seconds between two frames (chunks of equal size) of a streamed answer. It is either fixed or
+    measured. A measured interval starts with `START_S`. It is computed from the speed of finished answers: first after
+    8 of them (FIRST), then after every 64 (WINDOW). Several answers are used together, so that the interval does not
+    show the speed of a single one."""
 
     def __init__(self, fixed_s: float | None = None) -> None:
         self.interval_s = fixed_s or START_S
         self._is_fixed, self._due, self._measured = fixed_s is not None, FIRST, list[float]()
 
     def observe(self, token_s: Iterable[float]) -> None:
-        """Record the mean seconds per token of finished answers. Once enough are recorded, the interval is computed
-        anew, unless it is fixed."""
+        """Record the mean seconds per token of each finished answer. Once there are enough new ones, computes the
+        interval from them, unless it is fixed."""
         self._measured += token_s
         if len(self._measured) >= self._due and not self._is_fixed:
             kept_s = sorted(self._measured)[int(KEPT * (len(self._measured) - 1))]
@@ -55,9 +55,10 @@ class Pace:
 
 
 def single(event: Event, token_text: Callable[[int], str]) -> Iterator[Event]:
-    """Split an event into one event per token, because an even stream sends each token in a frame of its own.
-    `token_text`: function that returns the text of a token id. Each token but the last gets as many characters of the
-    event's text as its own text has. The last one gets the rest."""
+    """Split an event into one event per token. Used for streams that are sent in frames of equal size at a steady rate
+    (`paced`), because each token has a frame of its own. `token_text`: function that returns the text of a token id.
+    Each token but the last gets as many characters of the event's text as its own text has. The last one gets the
+    rest."""
     chunk, rest = event.chunk, event.chunk.text
     last = len(chunk.token_ids) - 1
     for place, token in enumerate(chunk.token_ids[:-1]):

@@ -169,8 +169,8 @@ class Exchange:
             self.close()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the answers as encoded server-sent events; those that arrived together are joined. An error is sent as
-        the last event."""
+        """Yield the answers as encoded server-sent events. Events that are ready at the same time are joined to one
+        piece of bytes. An error is sent as the last event."""
         try:
             async for chunks in self.chunks():
                 pieces = [self.written(chunk) if chunk else b"" for chunk in chunks]
@@ -196,8 +196,8 @@ class Exchange:
 
     async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield the chunks of the stream as JSON objects, in one list for each batch of events that arrived together.
-        In a stream of `even_stream`, each token has its own chunk, which is {} if there is no text to send for it
-        yet."""
+        If the stream is read by `even_stream`, each token has its own chunk, which is {} if there is no text to send
+        for it yet."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         is_chat = self._head["object"] == "chat.completion"

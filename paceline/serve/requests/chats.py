@@ -101,8 +101,8 @@ async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
 
 
 async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
-    """Return the jobs of one request with compiled grammars. `clock` measures the compilation, and is stored in the
-    jobs. Raises RequestRefused for an invalid grammar."""
+    """Compile the grammar of one request's jobs, in a thread; returns copies of the jobs with it. `clock` measures the
+    compilation, and is stored in the jobs. Raises RequestRefused for an invalid grammar."""
     clock.mark("dispatch")
     jobs = await worker.compiled(jobs)
     clock.mark("grammar")

@@ -16,8 +16,9 @@ from paceline.data.messages import UNUSED_CALL_KEYS, UNUSED_CALLED_KEYS, UNUSED_
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request field that the server does not support. A request with this field is rejected, unless its value is
-    neutral: one that requests only what the server does by default."""
+    """A request field that the server does not support. A request with this field is rejected, unless the field has a
+    neutral value. A value is neutral if it requests what the server does anyway, such as false for a feature that is
+    missing."""
 
     advice: str
     """Part of the error message: what to do instead."""
@@ -193,9 +194,9 @@ NESTED_UNUSED: dict[str, dict[str, str]] = {
 
 
 def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: Mapping[str, str]) -> bool:
-    """Return True if the unsupported field `name` can be ignored, so that the request need not be rejected: its value
-    is null or neutral, or the field is in `unused`. `refused`: rejected fields, with their neutral values. `unused`:
-    fields that are always ignored, with reasons."""
+    """Return True if a request with the unsupported field `name` need not be rejected, because the field can be
+    ignored: its value is null or neutral, or the field is in `unused`. `refused`: rejected fields, with their neutral
+    values. `unused`: fields that are always ignored, with reasons."""
     return value is None or name in unused or (name in refused and refused[name].holds(value))
 
 

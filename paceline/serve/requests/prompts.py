@@ -107,8 +107,8 @@ def encode_request(
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
     """Return the token ids for a request to /tokenize. A `prompt` is encoded as in a text completion, `messages` as in
-    a chat. Raises RequestRefused unless the request has exactly one of the two, and for options that only the other one
-    has."""
+    a chat. Raises RequestRefused unless the request has exactly one of the two, and for options that do not apply to
+    the one it has."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestRefused("give either prompt or messages", param="prompt")
     if request.messages is None:

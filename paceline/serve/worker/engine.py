@@ -50,7 +50,7 @@ class ModelInfo:
 
 def marks_of(model: LLM) -> dict[str, Any]:
     """Return a fingerprint of the model's drafters, to detect changes: name -> (source, state of its files when it was
-    loaded, True if it takes new requests). It changes if a drafter is replaced, drained or removed. It does not change
-    if one is only released from memory and loaded again. It keeps no drafter in memory."""
+    loaded, True if it takes new requests). Replacing, draining or removing a drafter changes the fingerprint; releasing
+    it from memory and loading it again does not. The fingerprint keeps no drafter in memory."""
     members = [(name, each.drafter, each.is_open) for name, each in model.members.items()]
     return {name: (drafter.source or ref(drafter), drafter.stamp, is_open) for name, drafter, is_open in members}

@@ -137,12 +137,12 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
 
 
 def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
-    """Return the name of the drafter to load with mocked acceptance: `name` itself, with one exception. If `name` is
-    "default" and no drafter shipped for `model` is installed, it is "random-dflash", a drafter with random weights:
-    mocked acceptance needs drafts, but not good ones.
+    """Return the name of the drafter to load with mocked acceptance, normally `name` itself. For the name "default", if
+    no drafter shipped for `model` is installed, it is "random-dflash", a drafter with random weights. It is good
+    enough, because mocked acceptance ignores which tokens are drafted.
 
-    Raises ConfigError for a drafter that cannot give the mock enough drafts: "ngram", which does not draft in every
-    round, and "none" if `most_accepted` is above 1. `most_accepted`: maximum tokens per round of the mock, bonus token
+    Raises ConfigError for a drafter with too few drafts: "ngram", which does not draft in every round, and "none" if
+    `most_accepted` is above 1. `most_accepted`: maximum tokens per round of the mocked acceptance, bonus token
     included.
     """
     if name == "default":
@@ -156,8 +156,8 @@ def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
 
 
 def check_yield(mock: Mock, num_drafted: int) -> None:
-    """Raises ConfigError if the drafter drafts too few tokens for the mocked acceptance. `num_drafted`: the drafter's
-    drafts per round."""
+    """Raises ConfigError if the mocked acceptance needs more drafts per round than the drafter makes
+    (`num_drafted`)."""
     mock = mock.survival if isinstance(mock, Marginals) else mock
     most = len(mock) + 1 if isinstance(mock, tuple) else mock
     if most > num_drafted + 1:

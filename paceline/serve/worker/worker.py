@@ -121,8 +121,8 @@ class EngineWorker:
         return sum(ticket.num_left for ticket in self._open)
 
     async def compiled(self, jobs: list[Job]) -> list[Job]:
-        """Return one API request's jobs with compiled grammars; unchanged without a grammar. Raises RequestRefused for
-        an invalid grammar."""
+        """Compile the grammar of one API request's jobs, in a thread; returns copies of the jobs with it. Jobs without
+        a grammar are returned unchanged. Raises RequestRefused for an invalid grammar."""
         spec = jobs[0].params.grammar
         if spec is None:
             return jobs

@@ -251,9 +251,10 @@ def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
     bandwidth, share of the arithmetic rate). 1.0 is the full rate. `costs`: fitted costs; `context`: cached tokens of
     the sequence.
 
-    Each share is the seconds at the full rate, divided by the fitted seconds. For the bandwidth, these are the seconds
-    of a pass over one position. For arithmetic, they are the seconds that a pass over 128 positions takes longer than
-    one over 64."""
+    A share is the seconds that some work takes at the full rate, divided by the seconds that it takes by `costs`. For
+    the bandwidth, this work is a pass over one position. For arithmetic, it is the work that a pass over 128 positions
+    has in addition to one over 64.
+    """
 
     def at(positions: float) -> tuple[float, float, float]:
         parts = _part_seconds(Observation(1, positions, context, 0.0), costs.shape, costs.deployment)
@@ -362,10 +363,11 @@ def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
 
 
 def measured_rounds(steps: Steps) -> list[Observation]:
-    """Returns the times of whole rounds. If `steps` does not have them, they are computed as the sums of verification,
-    drafting and host time.
+    """Returns the seconds of whole rounds. If they were not measured, they are computed as sums of the measured seconds
+    of verification, drafting and the host.
 
-    If drafting was measured, a round with drafts is left out unless its drafting time was measured at the same size."""
+    If drafting was measured at all, rounds with drafts are returned only for sizes at which it was measured.
+    """
     drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
     rounds = steps.rounds or [
         replace(each, seconds=each.seconds + drafts.get((*each.size, each.context), 0.0) + steps.host_s)

@@ -77,9 +77,9 @@ class ConfigReader:
         return bool(self.config.get(name))
 
     def whole(self, name: str, default: int | None = None, within: dict[str, Any] | None = None) -> int:
-        """Returns the integer value of the key `name`. `within`: object of the config that has the key; None: the
-        config itself. If the key is missing or null, returns `default`. Raises UnsupportedModelError if `default` is
-        None then, and for an invalid size; 0 is valid only if it is also the default."""
+        """Returns the integer value of the key `name`, or `default` if the key is missing or null. `within`: object of
+        the config that has the key; None: the config itself. Raises UnsupportedModelError for an invalid size (0 is
+        valid only if it is also the default), and for a missing one if `default` is None."""
         keys, config = (name, *KEYS["other_names"].get(name, ())), self.config if within is None else within
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is None:

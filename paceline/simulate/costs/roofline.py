@@ -199,9 +199,9 @@ def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
 
 
 def shares_evenly(shape: ModelShape) -> list[int]:
-    """Returns the numbers of GPUs among which tensor parallelism in vLLM and SGLang can divide the attention heads.
-    Such a number divides the number of query heads, and divides or is a multiple of the number of key heads. The list
-    is empty if the numbers of heads are unknown."""
+    """Returns the numbers of GPUs on which vLLM and SGLang can run the model by tensor parallelism, which divides the
+    attention heads among GPUs. Such a number divides the number of query heads. It also divides the number of key
+    heads, or is a multiple of it. The list is empty if the numbers of heads are unknown."""
     most = max((group.heads for group in shape.attention), default=0)
     return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
 

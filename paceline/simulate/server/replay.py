@@ -192,11 +192,12 @@ def rows_of(folder: Path) -> int | None:
 
 def recorded_survival(passes: Sequence[Recorded]) -> Survival:
     """Returns the drafter's survival curve in a recorded run: shares of rounds whose first 1, 2, ... drafts were
-    accepted. () if nothing was drafted. Only rounds of one load and `speculate` setting count: those with the most
+    accepted. () if nothing was drafted. Uses only the rounds of one load and `speculate` setting, the one with the most
     drafts per round. If the run records the source of drafts, only rounds with the drafter's own drafts count.
 
     The curve is exact if all these rounds had the same number of drafts. Otherwise every round is assumed to have had
-    their mean number, rounded. Positions above this number get the mean acceptance chance of the positions up to it."""
+    their mean number, rounded. Positions above this number get the mean acceptance chance of the positions up to it.
+    """
     drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
     if not drafting:
         return ()
@@ -207,9 +208,9 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
 
 
 def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
-    """Returns how often a recorded run used prompt lookup drafts (as a share of its rounds), and their survival curve.
-    Both are from one load and `speculate` setting: the one in which this share is largest. Returns None without such
-    drafts, or if prompt lookup was the only drafter. Drafts that the server did not verify are not counted."""
+    """Returns the share of a recorded run's rounds that verified prompt lookup drafts, and the survival curve of these
+    drafts. Uses only one load and `speculate` setting of the run: the one where this share is largest. Returns None
+    without such drafts, or if prompt lookup was the only drafter."""
     groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         if each.lookup.num_drafted and each.lookup != each.own:
@@ -243,12 +244,12 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns one cost model for each pass, from the step times that the run recorded. Raises ConfigError if a pass has
-    none.
+    """Returns one cost model for each pass, from the step times that the run recorded. A step is a verification, a
+    prefill chunk or a drafting pass. Raises ConfigError if a pass has no step times.
 
-    A step type is verification, prefill or drafting. First, the mean seconds of each type and size (in tokens) are
-    computed over all passes. Then the means of a type are scaled for each pass, so that they sum to the time that this
-    pass spent on the type."""
+    First, the mean seconds of each type and size of step are computed over all passes. For each pass, the means of a
+    type are then multiplied by a factor, with which they add up to the time that the pass spent on this type.
+    """
     if not all(each.steps for each in passes):
         raise ConfigError(
             "the run does not tell what its steps took: run paceline bench serving again, or give --steps"
