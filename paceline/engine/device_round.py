@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 class StaticRound(Region):
-    """One round captured as a CUDA graph, for the cache rows 0..B-1 with up to K drafts each."""
+    """One round captured as a CUDA graph. It computes the cache rows 0 to B-1, with up to K drafts in each row."""
 
     kind = "round"
 

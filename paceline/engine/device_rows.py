@@ -75,8 +75,8 @@ class RowState:
         return torch.minimum(self.most_B, self.left_B - 1).clamp(min=0)
 
     def move(self, accepted_B: Tensor, bonus_B: Tensor) -> None:
-        """Commit the accepted drafts and the bonus token of each row. A row with a negative bonus token becomes
-        idle."""
+        """Commit the accepted drafts and the bonus token of each row. `accepted_B`: numbers of accepted drafts;
+        `bonus_B`: token ids. A row with a negative bonus token becomes idle."""
         is_sound_B = bonus_B >= 0
         gained_B = (accepted_B + 1) * (self.is_live_B & is_sound_B)
         self.anchor_B.copy_(torch.where(gained_B > 0, bonus_B, self.anchor_B))

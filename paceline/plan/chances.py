@@ -68,7 +68,8 @@ class Chances:
         """Accepted drafts of recent rounds beyond the expected number, and the variance of that."""
 
     def extend(self, num_slots: int) -> None:
-        """Add slots until there are `num_slots`; new ones start with the chance of the last existing one."""
+        """Add slots until there are `num_slots`, for a drafter that drafts further than before. New slots start with
+        the chance of the last existing one."""
         more = num_slots - len(self.average)
         self._tallies += [Ratio() for _ in range(more)]
         self.average += self.average[-1:] * more

@@ -28,8 +28,8 @@ class ChunkSizes:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Context manager that switches `adapts` off: chunks have the maximum size. It serves work that is not
-        streamed, since running answers wait longer for their next token, but throughput is higher."""
+        """Context manager within which chunks have the maximum size, as without `adapts`. Use it while no answer is
+        streamed: throughput is higher, but running answers wait longer for their next token."""
         adapts, self._adapts = self._adapts, False
         try:
             yield
@@ -57,7 +57,7 @@ class ChunkSizes:
 
     def decoded(self, seconds: float, *, beside_chunk: bool) -> None:
         """Update the estimated duration of a decode round with a measured one. `beside_chunk`: True if a prefill chunk
-        ran in the same step. Such a round has less weight, because the chunk left cold caches."""
+        ran in the same step. Such a round has less weight, because the processor's caches are cold after the chunk."""
         self._round_s = _average(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
         if beside_chunk and self.most_round_s < math.inf:
             self._num_limited += 1

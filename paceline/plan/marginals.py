@@ -163,9 +163,9 @@ class Marginals:
         return Marginals(self.chances_KM[:count], self.num_rounds)
 
     def drawn(self, luck: random.Random) -> Weigh:
-        """Draws random acceptance chances for one simulated round: they vary around these averages, because a real
-        drafter's confidence varies from round to round. Returns a function (slot, log-probabilities of its candidates)
-        -> acceptance chances of the candidates. `luck`: source of the random numbers."""
+        """Draws random acceptance chances for one simulated round. They vary around the averages in this object,
+        because a real drafter's confidence varies from round to round. Returns a function (slot, log-probabilities of
+        its candidates) -> acceptance chances of the candidates. `luck`: source of the random numbers."""
         return self._weigh([_confidence(luck, own[0]) for own in self.chances_KM])
 
     def _weigh(self, confidence_K: Sequence[float]) -> Weigh:

@@ -131,13 +131,14 @@ class Cluster:
         """Chooses the drafter of a new request among `drafters`, listed in initial order of preference. The first rule
         that applies decides:
 
-        - If an operator pinned this cluster to a drafter: that one, unless it is clearly slower than plain decoding.
+        - If this cluster is pinned to a drafter (`Router.pin`): that one, unless it is clearly slower than plain
+          decoding.
         - A drafter that is new to this cluster: it gets `first(name)` requests as trials, at most 2 (FIRST).
         - The drafter with the best estimates, or sometimes another one that may be faster. The latter costs 1.0 of the
           exploration credit, to which every request adds a little.
 
-        `first`: function (drafter's name) -> number of trial requests in a new cluster. Returns (drafter, credit that
-        was spent: 1.0 or 0.0).
+        `first`: function (drafter's name) -> number of trial requests that it gets in each cluster. Returns (drafter,
+        credit that was spent: 1.0 or 0.0).
         """
         for name in drafters:
             if name != NONE and name not in self.arms:

@@ -54,9 +54,9 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
-    """Returns the largest surplus, in tokens, that verifying the first n drafts of one row can bring, for any n; at
-    least 0. A surplus is the tokens that these drafts add, minus the tokens that could be generated in the additional
-    time.
+    """Returns the surplus, in tokens, of verifying drafts of one row: the largest one over all numbers of drafts, at
+    least 0. The surplus of n drafts is the tokens that they add, minus the tokens that could be generated in the
+    additional time.
 
     `rate`: present speed in tokens per second of all rows (see `RoundHistory.rate`). `num_rows`: rows in the round, of
     which only this one drafts. `gains`: expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one
@@ -158,8 +158,8 @@ def share_out(
     num_fixed: int = 0,
     margin: float = 0.0,
 ) -> list[int]:
-    """Decides how many drafts a round verifies, so that it gives the most tokens for its time. Returns the number for
-    each of `wants` (a row with its drafts).
+    """Decides how many drafts of each row a round verifies, so that it gives the most tokens for its time. Each of
+    `wants` is a row with its drafts; returns a number for each.
 
     The drafts of all rows are sorted by their expected tokens, the largest first, and the first n are verified. n is
     chosen for the largest surplus: the expected tokens of these drafts minus `rate` * the round's additional seconds.

@@ -142,8 +142,8 @@ class Growing:
         )
 
     def to(self, most: int) -> Tree:
-        """Grows the tree until it has `most` nodes or cannot grow further. Returns the object `self.tree`, which later
-        calls extend."""
+        """Grows the tree until it has `most` nodes or cannot grow further. Returns `self.tree` itself, not a copy, so
+        that later calls change the returned tree."""
         tree = self.tree
         while len(tree.tokens) < most and not self.is_whole:
             negative, parent, slot, rank, parent_gain = heapq.heappop(self._frontier)

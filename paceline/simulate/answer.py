@@ -187,8 +187,7 @@ def is_here(name: str) -> bool:
 
 def machine_named(name: str) -> Machine:
     """Returns a known machine by its name, ignoring case and spaces. "this" measures this machine's GPU or, without
-    one, its CPU; "cpu" measures its CPU. For any other name, raises ConfigError, whose message lists the known
-    names."""
+    one, its CPU; "cpu" measures its CPU. Raises ConfigError for an unknown name; the message lists the known ones."""
     if is_here(name):
         return this_machine(resolve(EngineConfig(device="cpu" if name.lower() == "cpu" else "auto")).device)
     return catalogue.known_machine("--hardware", name, f"or {THIS} to measure this one")

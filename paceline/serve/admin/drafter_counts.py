@@ -29,7 +29,7 @@ PARTS = "weight", "cache"
 
 class DrafterCounts:
     """Counts finished requests, decode rounds and their seconds for each drafter. One thread writes; any may read. A
-    round with n requests in its batch counts n times: for each request under its drafter, with the seconds of the whole
+    round is counted once for each request in its batch, under the request's drafter, with the seconds of the whole
     round."""
 
     def __init__(self) -> None:

@@ -120,8 +120,8 @@ class Body:
                     num_bytes += len(await asyncio.wait_for(self._next(), DISCARD_PAUSE_S))
 
     async def replay(self) -> Message:
-        """ASGI function `receive` for the application. The first call returns the whole body as one message, later
-        calls the server's next message, http.disconnect."""
+        """ASGI function `receive` for the application. The first call returns the whole body as one message. Later
+        calls wait for the server's next message, which is http.disconnect."""
         if self._is_replayed:
             return await self._receive()
         self._is_replayed = True

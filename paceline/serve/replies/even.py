@@ -36,8 +36,8 @@ KEPT = 0.9
 
 class Pace:
     """Interval in seconds between two frames (chunks of equal size) of a streamed answer. It is either fixed or
-    measured. A measured interval starts with `START_S`. It is computed from the speed of finished answers: first after
-    8 of them (FIRST), then after every 64 (WINDOW). Several answers are used together, so that the interval does not
+    measured. A measured interval is `START_S` at first. It is then computed from the speed of finished answers: after
+    the first 8 (FIRST), then after every 64 (WINDOW). Several answers are used together, so that the interval does not
     show the speed of a single one."""
 
     def __init__(self, fixed_s: float | None = None) -> None:

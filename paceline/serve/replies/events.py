@@ -144,7 +144,8 @@ class Exchange:
         self._ticket.close()
 
     async def begin(self) -> None:
-        """Wait for the first tokens. An error before them is raised here, while the HTTP status can still be chosen."""
+        """Wait for the first tokens. If the request fails before them, raises its error, so that the response can still
+        have an HTTP error status."""
         self._first = await self._ticket.read()
         self._clock.answered()
 
@@ -169,8 +170,8 @@ class Exchange:
             self.close()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the answers as encoded server-sent events. Events that are ready at the same time are joined to one
-        piece of bytes. An error is sent as the last event."""
+        """Yield the answers as encoded server-sent events. Events that are ready at the same time are joined. An error
+        is sent as the last event."""
         try:
             async for chunks in self.chunks():
                 pieces = [self.written(chunk) if chunk else b"" for chunk in chunks]

@@ -41,7 +41,8 @@ class Inbox:
                 self._condition.notify()
 
     def post_first(self, command: Command) -> None:
-        """Queue a command before all others. Only the thread that takes the commands may call this."""
+        """Queue a command before all others, such as one that has to be repeated. Only the thread that takes the
+        commands may call this."""
         self._commands.appendleft(command)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:

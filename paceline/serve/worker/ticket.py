@@ -99,9 +99,9 @@ Addressed = tuple[Ticket, Event | Exception]
 
 class Outbox:
     """Passes events from the engine's thread to the event loop. Waking the loop costs CPU time, so the events of
-    several rounds are delivered together. Urgent events, which are first tokens, ends of answers and errors, are
-    delivered at once, with all held events. Other events are held for later rounds, as long as no event waits
-    `interval_s` seconds or more. The next round is assumed to take as long as the last one."""
+    several rounds are delivered together. First tokens, ends of answers and errors are urgent: they are delivered at
+    once, with all held events. Other events are held until the next round ends, unless an event would then have waited
+    for `interval_s` seconds or more. The next round is assumed to take as long as the last one."""
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:
         """`deliver` is called with the events, in order. `interval_s`: longest time that events wait; 0 delivers every
