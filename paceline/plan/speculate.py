@@ -31,8 +31,8 @@ class Speculation:
 
     @classmethod
     def of(cls, text: str) -> Speculation:
-        """Parses a value of the setting: "auto", "full", "off", "N" or "tree:N". N is a number of drafts, for a tree
-        from 1 to 128 (MOST_NODES). Raises ConfigError for any other text."""
+        """Parses a value of the setting: "auto", "full", "off", "N" or "tree:N". N is a number of drafts; for a tree,
+        it is limited to 1 to 128 (MOST_NODES). Raises ConfigError for any other text."""
         if text in ("auto", "full", "off"):
             return cls(is_auto=text == "auto", num_drafted=0 if text == "off" else None)
         digits = text.removeprefix("tree:")

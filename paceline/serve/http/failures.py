@@ -88,7 +88,7 @@ class RequestRefused(ApiError):
     @classmethod
     def of(cls, error: PacelineError, param: str | None = None) -> RequestRefused:
         """Convert an error of the tokenizer, chat template or engine to an error response with status 400. `param`: the
-        invalid field, used if `error` names none itself."""
+        invalid field, used if `error` does not name a field itself."""
         is_length, text = isinstance(error, ContextLengthError), str(error)
         param = getattr(error, "field", None) or param or ("max_tokens" if is_length else None)
         if isinstance(error, TemplateError):

@@ -110,10 +110,10 @@ def jobs_of(
     grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
     """Return `n` jobs (answers to generate) for each prompt (token ids), in the order of the prompts. `max_tokens`:
-    longest answer; None allows `config.default_max_tokens` for a chat, 16 (MAX_TOKENS) for a text completion, both
-    within the context. `logprobs`: number of most probable tokens to return at each position; None for no
-    log-probabilities. `grammar`: (name of its request field, grammar). Raises RequestRefused for values that are
-    invalid or beyond this server's limits."""
+    longest answer in tokens; None allows `config.default_max_tokens` for a chat and 16 (MAX_TOKENS) for a text
+    completion, or fewer if the context has less room. `logprobs`: number of most probable tokens to return at each
+    position; None for no log-probabilities. `grammar`: (name of its request field, grammar). Raises RequestRefused for
+    values that are invalid or beyond this server's limits."""
     field, spec = grammar or (None, None)
     if spec is not None and model.mocked:
         message = (

@@ -262,7 +262,8 @@ class TimeTable:
 
     @staticmethod
     def points(points: Sequence[Sequence[float]], what: str) -> list[tuple[float, float, float]]:
-        """Converts points to numbers. Raises ConfigError for a point that is not [batch, width, seconds] above 0."""
+        """Checks the points of a table and returns them as floats. Raises ConfigError for a point that is not [batch,
+        width, seconds] above 0."""
         numbers = []
         for point in points:
             is_point = isinstance(point, list | tuple) and len(point) == 3
