@@ -14,8 +14,8 @@ from paceline.config import EngineConfig
 from paceline.loop.evals.compare import Gate
 from paceline.loop.evals.config import EndpointConfig, EvalSampling, JudgeConfig, MakeConfig, PricesConfig
 from paceline.loop.evals.sandbox.run import Limits
-
 from paceline.runs.folder import check_file
+
 ENGINE = Only("model", "drafter", "dtype", "max_len", "backend", "isa", "weight_format", "device", "threads")
 NAMES = Changed(
     drafter=Opt(default="none", help="none, default, ngram, a folder or hub id; must not change any answer.")
