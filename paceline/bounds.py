@@ -36,8 +36,9 @@ class Must:
 def within(
     be: str, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, finite: bool = True
 ) -> Must:
-    """Return a limit for numbers: at least `least`, greater than `above`, at most `most`. NaN is never valid, infinity
-    only if `finite` is False. `be`: the limit in words, such as "at least 1", for the error message."""
+    """Return a limit for numbers: at least `least`, greater than `above`, at most `most`. NaN is never valid; infinity
+    is valid only if `finite` is False. `be`: the limit in words for the error message, which continues "must be", such
+    as "at least 1"."""
     return Must(be, lambda value: least <= value <= most and value > above and (not finite or abs(value) < math.inf))
 
 

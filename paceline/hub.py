@@ -88,8 +88,8 @@ class Builtin:
         return home / "downloads" / self.file
 
     def is_kept_in(self, home: Path) -> bool:
-        """Return True if the cache folder `home` has the file in full size. Does not compute its hash, which was
-        checked after the download."""
+        """Return True if the cache folder `home` has the complete file. Only its size is compared: its hash was checked
+        after the download."""
         path = self.kept_in(home)
         return path.is_file() and path.stat().st_size == self.gguf_bytes
 

@@ -188,8 +188,8 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
 
 
 def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
-    """Return the row's keys that are not in `read`. Keys with an empty value are left out, because in Parquet files
-    every row has all keys."""
+    """Return the row's keys that are not in `read`, the keys that the caller uses. Keys with an empty value are left
+    out, because in Parquet files every row has all keys."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 

@@ -89,8 +89,8 @@ class Dropped:
 
 def rows_of(source: str | Path) -> tuple[str, Rows]:
     """Return (short name, rows) of a JSON or Parquet file, a folder of Parquet files, or a hub data set. `rows` is an
-    iterator of pairs (file and line, row). In the pair of a malformed row, a RowError stands in place of the row; it is
-    not raised.
+    iterator of pairs (file and line, row). For a malformed row, the pair has a RowError in place of the row; the error
+    is not raised.
 
     Raises PromptError if the source is missing or cannot be read, DownloadError if a data set cannot be downloaded.
     Both may also be raised later, while the rows are read."""
@@ -106,8 +106,8 @@ def rows_of(source: str | Path) -> tuple[str, Rows]:
 
 
 def file_rows(path: Path) -> Rows:
-    """Yield pairs (file and line, row) of a file: Parquet (by its suffix), JSON lines or a JSON array. In the pair of a
-    malformed row, a RowError stands in place of the row; it is not raised. Raises PromptError if the file cannot be
+    """Yield pairs (file and line, row) of a file: Parquet (by its suffix), JSON lines or a JSON array. For a malformed
+    row, the pair has a RowError in place of the row; the error is not raised. Raises PromptError if the file cannot be
     read."""
     return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 

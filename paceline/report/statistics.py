@@ -118,7 +118,8 @@ class Rounds:
 
     @classmethod
     def by_source(cls, rounds: Sequence[Round]) -> dict[str, Rounds]:
-        """Return source of the drafts ("dflash", "ngram", ..., "none") -> totals over its rounds."""
+        """Return source of drafts ("dflash", "ngram", ...) -> totals over the rounds with this source. Rounds without
+        drafts have the source "none"."""
         sources = sorted({one.source for one in rounds})
         return {source: cls.counted(one for one in rounds if one.source == source) for source in sources}
 

@@ -162,8 +162,8 @@ class Progress:
         """Report that the model `llm` (an `engine.llm.LLM`) is loaded."""
 
     def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Advance]:
-        """Return a context manager that shows a progress bar. It yields a callback, to be called after each of `total`
-        items."""
+        """Return a context manager that shows a progress bar named `what`. It yields a callback, which the caller calls
+        after each of `total` items."""
         return contextlib.nullcontext(ignore)
 
     def table(self, table: Table) -> None:

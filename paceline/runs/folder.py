@@ -163,9 +163,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
-    """Check, before any work, that the file or folder `out` can be written. Creates nothing. Returns the topmost parent
-    folder that would be created, None if all exist. Raises CacheError if `out` cannot be written; `remedy`: advice at
-    the end of the message."""
+    """Check, before any work, that the file or folder `out` can be written, without creating it. Returns the topmost
+    parent folder that would have to be created; None if all exist. Raises CacheError if `out` cannot be written;
+    `remedy`: advice at the end of the message."""
     parents = [*reversed(out.absolute().parents)]
     nearest = next(path for path in (out.absolute(), *reversed(parents)) if path.exists())
     if nearest != out.absolute() and not nearest.is_dir():

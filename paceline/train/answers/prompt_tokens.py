@@ -28,8 +28,7 @@ NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it st
 
 @dataclass
 class TokenizerOnly:
-    """Stands in for an `LLM` where only its tokenizer is needed; encodes conversations exactly as `LLM.encode_chat`
-    does."""
+    """Replaces an `LLM` where only its tokenizer is needed; encodes conversations exactly as `LLM.encode_chat` does."""
 
     tokenizer: Tokenizer
 
@@ -60,8 +59,8 @@ class PromptEncoder:
         refuse(ConfigError, (config.raw and has_chat, needs_template))
 
     def messages_of(self, prompt: Prompt) -> list[Message]:
-        """Returns the messages of a conversation before the first answer: the config's opening, then the prompt's own
-        messages. A prompt with its own system message, or without messages, gets no opening."""
+        """Returns the messages of a conversation before the first answer: the opening that `config` sets, then the
+        prompt's own messages. A prompt with its own system message, or without messages, gets no opening."""
         is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
         return prompt.messages if is_own else self.opening + prompt.messages
 

@@ -57,7 +57,7 @@ class ChatRequest:
 
 
 class RemoteLLM(TokenizerOnly):
-    """Stands in for an `LLM` whose target runs on a server: has the tokenizer, and sends requests to the server."""
+    """Replaces an `LLM` if the target runs on a server: has the tokenizer, and sends requests to the server."""
 
     def __init__(self, tokenizer: Tokenizer, client: Client, served_name: str | None, num_at_once: int) -> None:
         """Raises ConfigError if `served_name` is None and the server does not list its models, DownloadError if the
@@ -73,7 +73,7 @@ class RemoteLLM(TokenizerOnly):
 
 @dataclass
 class RayTokenizer(TokenizerOnly):
-    """Stands in for an `LLM` whose target runs on the workers of a Ray cluster: has only the tokenizer."""
+    """Replaces an `LLM` if the target runs on the workers of a Ray cluster: has only the tokenizer."""
 
     introduction: str
 

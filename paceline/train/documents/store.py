@@ -74,8 +74,8 @@ class StoredDocuments(Sequence[Document]):
         return (self[place] for place in range(len(self)))
 
     def key(self, place: int) -> str:
-        """Returns the key of the conversation to which document number `place` belongs. `Document.key` is this key,
-        followed by the answer's number in the conversation."""
+        """Returns the key of the conversation from which document number `place` is. A conversation can have several
+        documents, one for each answer; `Document.key` also has the answer's number."""
         first, end = (int(number) for number in self.table[self.rows[place], 3:5])
         return self._keys[first:end].decode(errors="surrogatepass")
 

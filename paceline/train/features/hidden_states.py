@@ -202,16 +202,16 @@ class CachedFeatures:
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def missing(self) -> list[int]:
-        """Returns the numbers of the documents that have no file yet. Of several documents with equal tokens, which
-        share a file, it returns only the first."""
+        """Returns the numbers of the documents that have no file yet. If several documents have the same tokens, and so
+        share a file, only the first of them is returned."""
         first = dict[Path, int]()
         for number in range(len(self.documents)):
             first.setdefault(self.path(number), number)
         return [number for path, number in first.items() if not path.exists()]
 
     def check_room(self, missing: list[int], bytes_per_position: int) -> None:
-        """Raises CacheError if the disk lacks room, with a margin, for the features of the documents `missing`
-        (numbers). `bytes_per_position`: bytes of the features of one token position, before encoding."""
+        """Raises CacheError if the disk is too small for the features of the documents `missing` (their numbers), with
+        some space left. `bytes_per_position`: bytes of the features of one token position, before encoding."""
         positions = sum(len(self.documents[number]) for number in missing)
         check_room(self.folder, positions * self.form.bytes_of(bytes_per_position))
 

@@ -74,8 +74,9 @@ class Sources:
     _sources: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document]) -> FeatureSource:
-        """Returns a feature source for `documents`. On a Ray cluster, hidden states are always computed before training
-        and stored on disk. Elsewhere, `config.features` selects one of these methods, or "auto", which chooses one:
+        """Returns a feature source for `documents`. With a Ray cluster, hidden states are always computed before
+        training and stored on disk. Without one, `config.features` selects one of these methods, or "auto", which
+        chooses one:
         - online: computed on request;
         - cached: computed before training and stored on disk;
         - streamed: for training documents, threads compute them in advance; for other documents, as cached."""

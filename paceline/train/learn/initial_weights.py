@@ -287,8 +287,8 @@ def _extended(
 
 
 class FirstNorm(NamedTuple):
-    """The norm before the LM head of a new drafter. Its weight sets the scale of the first logits; `scale_first_logits`
-    adjusts it."""
+    """The norm before the LM head of a new drafter. Its weight determines how large the first logits are;
+    `scale_first_logits` adjusts it."""
 
     weight: Tensor
     offset: float = 0.0

@@ -83,8 +83,9 @@ class Head:
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (rows, is_known), each of the shape of the token ids `labels`: the row of each token in `weight_VD`,
-        and True if the head has a row for it. Where `is_known` is False, the row is arbitrary."""
+        """Returns where tokens are in this head, as (rows, is_known), each of the shape of the token ids `labels`.
+        `rows`: the row of each token in `weight_VD`. `is_known`: True if the head has a row for the token; otherwise
+        its entry in `rows` is arbitrary."""
         if self.columns is None:
             return labels, torch.ones_like(labels, dtype=torch.bool)
         rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)
@@ -264,9 +265,9 @@ def slot_losses(
     logits_RV: Tensor, label_R1: Tensor, slots: Slots, head: Head, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
     """Returns (cross entropy, loss), [A, K] each, for the K slots (draft positions) of A blocks; differentiable. The
-    loss is that of `config`: the cross entropy, or a distance to the target's probabilities, not yet multiplied by
-    `slot_weights`. logits_RV: one row for each of the R = A * K slots. label_R1: column of the target's token in each
-    row."""
+    loss is the one that `config` names: the cross entropy, or a distance to the target's probabilities. The caller
+    multiplies it by `slot_weights`. logits_RV: one row for each of the R = A * K slots. label_R1: column of the
+    target's token in each row."""
     log_probs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     ce_AK = -log_probs_RV.gather(1, label_R1).view(slots.labels_AK.shape)
     if not config.needs_target_probs:
@@ -353,7 +354,7 @@ class LossVocabulary:
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
         """Returns an LM head that has rows only for the tokens of one step's loss, among them all `labels` (token ids).
-        The logits of sampled tokens are increased, since each stands for several tokens that were not sampled.
+        The logits of sampled tokens are increased, since each represents several tokens that were not sampled.
         `generator`: draws the sample. `scale`: factor on the logits; `cap`: their soft cap, 0 for no cap."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]

@@ -134,9 +134,9 @@ class PackBudget:
         return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
 
     def pieces(self, chosen: Chosen) -> Iterator[Chosen]:
-        """Splits the blocks of one document, (document number, anchor positions), into parts that each fit one pack
-        (batch of training blocks). Yields `chosen` unchanged if it fits; otherwise the parts follow the order of the
-        anchors."""
+        """Splits the blocks of one document into parts that each fit one pack (batch of training blocks); yields the
+        parts in the order of their anchors. `chosen`: (document number, positions of the blocks' anchors), as are the
+        parts. If all blocks fit, `chosen` is the only part."""
         number, anchors_A = chosen
         if self.tokens is None or self.size(anchors_A) <= self.tokens:
             yield chosen

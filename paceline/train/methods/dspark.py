@@ -43,8 +43,8 @@ class DSparkTrainable(DFlashTrainable):
         is_measured: bool = True,
     ) -> tuple[Tensor, SlotMetrics]:
         """Returns (loss, metrics) of one pack (batch of A blocks with K draft positions each). The loss is divided by
-        `num_slots`, the draft positions of the whole step. It includes the loss of the confidence head, which the
-        metrics leave out.
+        `num_slots`, the draft positions of the whole step. It includes the loss of the confidence head; the metrics do
+        not.
         - `hidden_TD` [A * K, D]: result of `hidden` for the pack.
         - `head`: LM head with the tokens over which the loss is computed.
         - `embedding_VD`: the target's embedding matrix.

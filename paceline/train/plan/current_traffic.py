@@ -59,9 +59,8 @@ def seen_in_server(seen: ServerSeen, url: str) -> Seen:
 
 def with_server(traces: Seen, server: Seen) -> Seen:
     """Returns the measurements from a server's traces, `traces`, completed by those from its metrics, `server`. The
-    number of concurrent requests is taken from `server`. Acceptance is taken from the traces or, if they have none,
-    from `server`. Each tag's measurements are completed by the same values, since the metrics are not divided by
-    tag."""
+    number of concurrent requests is taken from `server`. Acceptance is taken from `server` only if the traces do not
+    show it. Each tag's measurements are completed by the same values, since the metrics are not divided by tag."""
     added = replace(traces, streams=server.streams, source=f"{traces.source}; {server.source}")
     if traces.acceptance is None:
         added = replace(

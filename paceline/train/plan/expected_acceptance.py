@@ -41,8 +41,8 @@ class Learned:
 
     @property
     def counted(self) -> float:
-        """Number of blocks to count as training data. Repeated passes over the same answers add little, so at most 6
-        (`EPOCHS`) passes are counted."""
+        """Number of blocks that count as training data. Passes over the same answers after the first 6 (`EPOCHS`) are
+        not counted, since they add little."""
         return self.blocks if self.answers is None else min(self.blocks, EPOCHS * self.places * self.answers)
 
 

@@ -167,8 +167,8 @@ class MachineFacts:
 
     @property
     def decoding(self) -> Machine:
-        """The machine's speeds for estimating the target's passes. If float32 is faster than bfloat16 on this machine,
-        the speed of float32 is used for both."""
+        """The machine's speeds, as used to estimate the time of the target's passes. On a machine that computes float32
+        faster than bfloat16, both have the speed of float32."""
         rates = self.machine.flops_per_s
         if not self.is_slow_in_bfloat16:
             return self.machine

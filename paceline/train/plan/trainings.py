@@ -55,7 +55,8 @@ class Training:
 
     @property
     def gain(self) -> float:
-        """Natural logarithm of the mean number of accepted drafts per round (acceptance length - 1)."""
+        """Natural logarithm of the mean number of accepted drafts per round, which is the acceptance length - 1.
+        Predictions are fitted to it."""
         return math.log(self.tokens_per_round - 1.0)
 
 

@@ -92,8 +92,8 @@ class Replicated:
         loss.backward()
 
     def sum_gradients(self, network: nn.Module) -> None:
-        """Sums the gradients over all processes. Call it after the last backward pass of a step, before processes
-        communicate in any other way."""
+        """Sums the gradients over all processes. Call it after the last backward pass of a step, before any other
+        method that communicates."""
         if self._buckets:
             self._buckets.finish()
 
