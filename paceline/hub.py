@@ -136,7 +136,7 @@ def cache_home() -> Path:
 
 
 def _home() -> Path:
-    return Path(os.environ.get("PACELINE_HOME") or "~/.cache/paceline").expanduser().absolute()
+    return Path(os.path.expanduser(os.environ.get("PACELINE_HOME") or "~/.cache/paceline")).absolute()
 
 
 def hub_folder(repo_id: str, patterns: tuple[str, ...] = HUB_FILES) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def identity_of(model: str) -> str:
     hash, because the adapter may be trained again in the same folder. The hash covers the adapter's files and the link
     to its base.
     """
-    folder = Path(model).expanduser().resolve()
+    folder = Path(os.path.expanduser(model)).resolve()
     if not is_adapter(folder):
         return model
     link = str((folder / BASE).resolve()) if (folder / BASE).exists() else ""

@@ -37,7 +37,7 @@ def load_config(path: Path | str) -> DecoderConfig:
     Raises ModelNotFoundError, UnsupportedModelError (architecture or option not implemented) or ModelFileError (a key
     is missing or invalid).
     """
-    return decoder_config(config_json(path), Path(path).expanduser())
+    return decoder_config(config_json(path), Path(os.path.expanduser(path)))
 
 
 def config_json(path: Path | str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ They are built in, or counted by `paceline bench decode --speculate tree:32`.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def read_marginals(text: str) -> Marginals:
     if text in (known := built_in()):
         return Marginals.of(Tally.of(known[text]))
     path, drafter = with_name(text)
-    file = Path(path).expanduser()
-    if not path or not file.exists():
+    file = Path(os.path.expanduser(path))
+    if not path or not os.path.exists(file):
         raise ConfigError(f"--marginals {text!r} is not known: {REMEDY}")
     return marginals_in(read_json(file / "results.json" if file.is_dir() else file, REMEDY), text, drafter)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from operator import attrgetter
@@ -253,7 +254,7 @@ def _value(hint: Any, value: Any) -> Any:
         values = {name: _value(fields[name], item) if name in fields else _WRONG for name, item in value.items()}
         return _WRONG if any(item is _WRONG for item in values.values()) else part(**values)
     if hint is Path:
-        return Path(value).expanduser() if isinstance(value, str) else _WRONG
+        return Path(os.path.expanduser(value)) if isinstance(value, str) else _WRONG
     if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 2e-3 as text

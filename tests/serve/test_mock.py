@@ -100,6 +100,17 @@ def test_what_is_neither_is_refused(wrong: str) -> None:
         read_mock(wrong)
 
 
+@pytest.mark.parametrize("name", ["~no_such_user/x", "x" * 5000])
+def test_a_path_that_cannot_be_opened_is_refused_as_any_other(name: str, tmp_path: Path) -> None:
+    """pathlib's expanduser ended in "Could not determine home directory", its exists in "File name too long"."""
+    with pytest.raises(ConfigError, match="is no number, no curve and no file"):
+        read_mock(name)
+    with pytest.raises(ConfigError, match="--marginals .* is not known"):
+        read_marginals(name)
+    with pytest.raises(ModelNotFoundError, match="in the catalogue"):
+        mocked_engine(EngineConfig(name), "3", tmp_path)
+
+
 def test_a_file_without_a_curve_is_refused(tmp_path: Path) -> None:
     for text in ('["a"]', "[0.5, 0.9]", "[]"):
         (tmp_path / "curve.json").write_text(text)

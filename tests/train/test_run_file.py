@@ -147,6 +147,12 @@ def test_bad_files_are_refused_by_name(text: str, message: str, tmp_path: Path) 
     assert message in str(refused.value)
 
 
+def test_a_folder_in_the_home_of_nobody_keeps_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("out: ~no_such_user/run\ntarget: {model: target}")
+    assert config_of(read_run_file(file)).out == Path("~no_such_user/run")
+
+
 def test_json_is_read_too_and_numbers_as_yaml_writes_them(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"loop": {"optim": {"lr": "2e-3"}, "epochs": 3}, "prompting": {"prompts": "one.jsonl"}}')

@@ -63,7 +63,7 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     Raises UnsupportedModelError if the format or architecture is not supported, ModelFileError if a file is missing or
     damaged.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if is_gguf(folder):
         raw, tensors, within, others = gguf_reading.read_gguf(folder)
         config = DFlashConfig.from_json(raw, folder)
@@ -123,7 +123,7 @@ def read_draft_ids(folder: Path | str) -> Tensor | None:
     z-lab's format has no field for a draft vocabulary, so paceline stores it in a file that other programs ignore: they
     draft over all tokens.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if is_gguf(folder):
         return read_stored(folder).vocabulary.ids
     if separate := vocabulary.read_draft_ids(folder):
@@ -150,7 +150,7 @@ def write_checkpoint(
     A new folder appears only when all its files are written. In an existing folder, files are replaced one at a time,
     weights first. Raises CacheError if writing fails.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     remedy = "free space or choose another folder"
     with reraised(CacheError, f"the drafter cannot be written to {folder}", remedy, OSError, SafetensorError):
         folder.parent.mkdir(parents=True, exist_ok=True)

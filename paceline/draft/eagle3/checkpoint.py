@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,7 +177,7 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
     Raises UnsupportedModelError for another drafter or an unsupported setting, ModelFileError for a missing or damaged
     file, or a tensor that is missing or does not fit.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     config = Eagle3Config.from_json(read_json(folder / "config.json"), folder)
     tensors, others = dict[str, Tensor](), dict[str, Tensor]()
     maps: dict[str, Tensor] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -51,10 +52,10 @@ def read_mock(text: str) -> Mock:
 
     Raises ConfigError for all other texts.
     """
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if text in built_in():
         return read_marginals(text)
-    if text and path.exists():
+    if text and os.path.exists(path):  # pathlib's raises for a name that is too long
         return _curve_of(path)
     with reraised(ConfigError, f"--mock {text!r} is no number, no curve and no file", REMEDY, ValueError):
         values = [float(part) for part in text.removeprefix(CURVE).split(",")]
@@ -103,24 +104,24 @@ def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfi
     the config is invalid, ModelNotFoundError if the model is not found, UnsupportedModelError if its config is not a
     JSON object or the catalogue does not have it.
     """
-    acceptance, path = read_mock(mock), Path(engine.model).expanduser()
+    acceptance, path = read_mock(mock), Path(os.path.expanduser(engine.model))
     if isinstance(acceptance, Marginals):
         engine = replace(engine, mocked_marginals=acceptance.chances_KM)
     elif isinstance(acceptance, tuple):
         engine = replace(engine, mocked_survival=acceptance)
     else:
         engine = replace(engine, mocked_tokens_per_round=acceptance)
-    if path.is_dir():
+    if os.path.isdir(path):
         has_weights = any(True for pattern in WEIGHTS for _ in path.glob(pattern))
         return engine if has_weights else replace(engine, weights="random")
-    if path.is_file() and path.suffix == ".json":
+    if os.path.isfile(path) and path.suffix == ".json":
         config = read_json(path, "give a model's config.json", ModelNotFoundError)
         if not isinstance(config, dict):
             raise UnsupportedModelError(f"{path} is no JSON object: give the model's config.json")
         name = short_name(str(path.parent)) if path.name == "config.json" else path.stem
         return _with_config(engine, config, scratch / name)
     is_hub_id = hub.HUB_ID.fullmatch(engine.model) and engine.weights != "random"
-    if path.is_file() or engine.model in hub.BUILTINS or is_hub_id:
+    if os.path.isfile(path) or engine.model in hub.BUILTINS or is_hub_id:
         return engine
     return _with_config(engine, catalogue.config_of(engine.model), scratch / Path(engine.model).name)
 

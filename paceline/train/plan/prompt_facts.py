@@ -6,6 +6,7 @@ The target's tokenizer counts tokens and renders one prompt, if it is on this ma
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -177,7 +178,7 @@ def _answers_text(config: TrainConfig) -> str:
 
 def tokenizer_here(model: str) -> Tokenizer | None:
     """Returns the target's tokenizer if it is on this machine, else None. Raises ModelFileError if it is damaged."""
-    path = BUILTINS[model].kept_in(cache_home()) if model in BUILTINS else Path(model).expanduser()
+    path = BUILTINS[model].kept_in(cache_home()) if model in BUILTINS else Path(os.path.expanduser(model))
     path = path.parent if path.suffix == ".json" else path
     if not path.exists() and HUB_ID.fullmatch(model) and "/" in model:
         import huggingface_hub
