@@ -98,6 +98,15 @@ def test_a_tool_without_parameters_is_called_with_an_empty_object(parameters: ob
     assert schema["properties"]["arguments"] == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
+@pytest.mark.parametrize("kind", ["nope", "string", ["object", "null"]])
+def test_parameters_that_are_no_object_are_refused(kind: object) -> None:
+    """A type alone was replaced by the empty object, whatever it was."""
+    function = {"name": "now", "parameters": {"type": kind}}
+    with pytest.raises(RequestRefused, match="the parameters of tool 'now' must be of type object") as refused:
+        forced_schema(request(tools=[{"function": function}], tool_choice="required"))
+    assert refused.value.param == "tools"
+
+
 def test_deeply_nested_json_is_refused_wherever_it_stands() -> None:
     deep: dict[str, Any] = {}
     for _ in range(sys.getrecursionlimit()):

@@ -43,8 +43,9 @@ def with_tools(
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
-    """Return the JSON schema, as text, that a call of one of these tools must match. Raises PromptError if two tools
-    define the same name (in "$defs" or "definitions") with different schemas."""
+    """Return the JSON schema, as text, that a call of one of these tools must match. Raises PromptError if the
+    parameters of a tool are no object, or if two tools define the same name (in "$defs" or "definitions") with
+    different schemas."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool["function"], definitions) for tool in tools]
     return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)
@@ -68,7 +69,10 @@ def json_or(text: str, otherwise: Any) -> Any:
 
 def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """Schema of one tool's call. Moves its definitions to `definitions`, as `$ref` is relative to the root."""
-    arguments = _closed(function.get("parameters") or {})
+    parameters = function.get("parameters") or {}
+    if (parameters.get("type") or "object") not in ("object", ["object"]):
+        raise PromptError(f"the parameters of tool {function['name']!r:.80} must be of type object: correct its schema")
+    arguments = _closed(parameters)
     for key in ("$defs", "definitions"):
         schemas = arguments.pop(key, None)
         for name, value in schemas.items() if isinstance(schemas, dict) else ():
