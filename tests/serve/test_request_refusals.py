@@ -69,6 +69,14 @@ def test_the_field_at_fault_is_named_wherever_it_is_found(
     assert error["param"] == param, error
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": "\xff"}', b"[" * 100_000, b'{"n": %s}' % (b"9" * 5000)])
+def test_a_body_that_cannot_be_read_is_named_as_such(live: Live, body: bytes) -> None:
+    for path in (CHAT, "/v1/messages"):
+        status, answer, _ = live.post(path, body)
+        message = "the body cannot be read as JSON in UTF-8: correct or simplify it"
+        assert (status, answer["error"]["message"]) == (400, message)
+
+
 @pytest.mark.parametrize("seed", [2**63, -2, 2**64, True, "7", 1.5])
 def test_a_seed_that_is_none_is_refused(live: Live, seed: Any) -> None:
     assert refused(live, seed=seed)["param"] == "seed"

@@ -90,7 +90,7 @@ def test_each_refused_request_is_counted_once_by_its_code(monkeypatch: pytest.Mo
         live.worker.state = "loading"
         assert live.post("/v1/completions", {"prompt": "x"})[0] == live.request("GET", "/ready")[0] == 503
         live.worker.state = "ready"
-        reasons += ["context_length_exceeded", "invalid_json", "invalid_http", "context_length_exceeded", "not_found"]
+        reasons += ["context_length_exceeded", "invalid_json", "invalid_json", "context_length_exceeded", "not_found"]
         assert live.seen.refusals == [*reasons, "loading"]
         assert live.post("/v1/completions", {"prompt": "x"})[0] == 504
         monkeypatch.setattr(live.llm.engine, "_check", lambda *_: 1 / 0)

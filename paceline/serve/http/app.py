@@ -120,6 +120,11 @@ def _add_failures(app: FastAPI, metrics: Metrics) -> None:
         message = f"{request.method} is not for {path}" if status == 405 else str(error.detail)
         if status == 404:
             message, code = f"there is nothing at {path}", "not_found"
+        if status == 400:  # FastAPI's "There was an error parsing the body"
+            message, code = (
+                "the body cannot be read as JSON in UTF-8: correct or simplify it",
+                "invalid_json",
+            )
         return await refused(request, ApiError(status, message, code=code, headers=dict(error.headers or {})))
 
     @app.exception_handler(Exception)
