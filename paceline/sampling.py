@@ -16,6 +16,10 @@ LARGEST = 1e9
 """Largest temperature, bias and penalty: logits with all of them, divided by a low temperature, fit in float32."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Text = Annotated[str, Must("valid Unicode, without lone surrogates", lambda text: not _SURROGATE.search(str(text)))]
+Word = Annotated[Text, Must("no empty string and not only spaces", lambda word: word.strip(" "))]
+Bias = Annotated[
+    dict[int, float], Must("numbers up to 1e9, or -inf", lambda bias: all(b <= LARGEST for b in bias.values()))
+]
 Penalty = Annotated[float, within("between -1e9 and 1e9", least=-LARGEST, most=LARGEST)]
 
 
@@ -30,14 +34,6 @@ class GrammarSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise SamplingError(f"grammar: text must be of type str, not {self.text!r:.80}: give a schema as JSON text")
-
-
-def _are_biases(bias: dict[int, float]) -> bool:
-    return all(value <= LARGEST for value in bias.values())  # and so no NaN
-
-
-def _is_word(word: str) -> bool:
-    return bool(word.strip(" "))
 
 
 def _plain(value: Any) -> Any:
@@ -63,7 +59,7 @@ class SamplingParams:
     """Subtract once from the logit of each token already in the answer."""
     frequency_penalty: Penalty = 0.0
     """Subtract once for each occurrence of the token in the answer."""
-    logit_bias: Annotated[dict[int, float], Must("numbers up to 1e9, or -inf", _are_biases)] | None = None
+    logit_bias: Bias | None = None
     """Added to the logits of these token ids; -inf forbids a token."""
     seed: Annotated[int, within("between 0 and 2**63 - 1", least=0, most=2**63 - 1)] | None = None
     """The same seed gives the same text, alone or in a batch; without it, a random seed is used."""
@@ -87,7 +83,7 @@ class SamplingParams:
     """Also report log-probabilities of the prompt's tokens, with this many alternatives; disables prefix reuse."""
     min_tokens: Annotated[int, within("0 or more", least=0)] = 0
     """Shortest answer, in tokens: end tokens and stop strings before it are ignored."""
-    bad_words: tuple[Annotated[Text, Must("no empty string and not only spaces", _is_word)], ...] = ()
+    bad_words: tuple[Word, ...] = ()
     """Forbidden words, as the tokens that encode them at the beginning of a text or after a space."""
     grammar: GrammarSpec | None = None
     """Grammar that the answer must follow; the model's end token ends it even with `ignore_eos`."""

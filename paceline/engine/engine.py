@@ -182,7 +182,9 @@ class Engine:
             raise PromptError(f"token {wrong} is outside the model's vocabulary of {vocab_size}: check the tokenizer")
         for name in ("logit_bias", "stop_token_ids"):
             if wrong := next((token for token in getattr(params, name) or () if not 0 <= token < vocab_size), None):
-                raise SamplingError(f"{name} names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
+                raise SamplingError(
+                    f"{name} names token {wrong}, outside the vocabulary of {vocab_size}: remove it", name
+                )
         if params.lossy and not self.allow_lossy:
             raise SamplingError(NOT_ALLOWED)
         if self.judge.rule.name == MOCKED:

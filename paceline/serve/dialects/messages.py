@@ -76,7 +76,7 @@ class MessageTool(Closed):
     type: Literal["custom"] | None = Field(None, description="This server runs no tools of its own.")
     name: str = Field(min_length=1, max_length=256)
     description: str | None = Field(None, description="Purpose of the tool, for the model.")
-    input_schema: dict[str, Any] = Field(description="JSON schema of its arguments.")
+    input_schema: dict[str, Any] = Field(serialization_alias="parameters", description="JSON schema of its arguments.")
     strict: Flag | None = Field(None, description="Passed to the prompt only: a forced call always follows its schema.")
 
 
@@ -206,7 +206,8 @@ def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
     if isinstance(body, MessagesRequest):
         chat["stop"] = body.stop_sequences
     if body.tools:
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools]
+        functions = [tool.model_dump(exclude={"type"}, exclude_none=True, by_alias=True) for tool in body.tools]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
     if choice:
         optional = ("disable_parallel_tool_use",)
         keys = {*optional, *(("name",) if choice.type == "tool" else ())}
@@ -225,16 +226,6 @@ def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
 def _text(content: str | list[TextBlock] | None) -> str:
     """Return the text; blocks are joined by line breaks, like content parts of a chat."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
-
-
-def _function(tool: MessageTool) -> dict[str, Any]:
-    values = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _messages(turn: MessageTurn, where: str) -> list[tuple[str, dict[str, Any]]]:
