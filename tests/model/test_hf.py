@@ -237,9 +237,16 @@ def test_from_path_says_what_is_wrong(tmp_path):
     options = {"dtype": torch.float32, "device": "cpu", "num_rows": 1, "max_len": 64}
     with pytest.raises(ModelNotFoundError, match="no config.json"):
         HFTarget.from_path(tmp_path, **options)
-    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
-    with pytest.raises(UnsupportedModelError):
-        HFTarget.from_path(tmp_path, **options)
+    unknown = (
+        '"no_such_model"',
+        '"llama", "hidden_size": "x"',
+        '"gemma4_text", "layer_types": 3',
+        '"llama", "head_dim": []',
+    )
+    for kind in unknown:  # ValueError, StrictDataclassFieldValidationError and TypeError of Transformers
+        (tmp_path / "config.json").write_text(f'{{"model_type": {kind}}}')
+        with pytest.raises(UnsupportedModelError, match="Transformers cannot build a causal LM"):
+            HFTarget.from_path(tmp_path, **options)
     build("llama").config.save_pretrained(tmp_path)
     with pytest.raises(ModelFileError):
         HFTarget.from_path(tmp_path, **options)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,6 +30,8 @@ from paceline.model.hf.cache import (
 from paceline.model.target import DEFAULT_MAX_LEN, EndScales, ForwardBatch, ForwardOutput, Target
 from paceline.model.torch.sdpa import working_kernels
 
+BROKEN_CONFIG = (ValueError, LookupError, ImportError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
+"""Errors of Transformers for a config.json with unknown or invalid values."""
 _MAX_PENDING = 32
 """Pending tokens that a pass recomputes before new ones; more get a separate pass first."""
 _PROBE_TOKENS = 4
@@ -107,7 +110,7 @@ class HFTarget(Target):
                 )
         except SafetensorError as error:
             raise ModelFileError(f"damaged safetensors in {path}: {_first_line(error)}; download it again") from error
-        except (ValueError, KeyError, ImportError) as error:
+        except BROKEN_CONFIG as error:
             raise UnsupportedModelError(
                 f"Transformers cannot build a causal LM from {path}: {_first_line(error)}"
             ) from error
