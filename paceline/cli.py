@@ -6,6 +6,7 @@ imported when such a command runs, so that `paceline --help` is fast.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import sys
@@ -116,6 +117,8 @@ def _group(name: str, entry: Entry) -> Group:
 
 
 # Rich takes longer to import than the rest of --help together.
+UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+"""Errors of the operating system for a path in a user's option that exists for nobody, or not for this user."""
 app = typer.Typer(cls=Root, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, help=HELP)
 
 
@@ -142,14 +145,19 @@ _MissingParameter = next(kind for kind in typer.BadParameter.__subclasses__() if
 
 
 def main() -> NoReturn:
-    """Run the command that the program's arguments name, and exit with its status. A PacelineError or usage error is
-    printed as one line, with exit status 2; any other exception also as a traceback. Ctrl-C exits with 130."""
+    """Run the command that the program's arguments name, and exit with its status. A PacelineError, a usage error or a
+    path that cannot be reached is printed as one line, with exit status 2; any other exception also as a traceback.
+    Ctrl-C exits with 130."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
         code = app(prog_name="paceline", standalone_mode=False)
     except PacelineError as error:
         code = _fail(str(error))
+    except OSError as error:
+        if error.errno not in UNREACHABLE or error.filename is None:
+            raise
+        code = _fail(f"cannot reach {error.filename!s:.200} ({error.strerror}): check the path and its permissions")
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except _UsageError as error:

@@ -72,6 +72,7 @@ def test_without_a_command_help_is_shown(call: Call) -> None:
         (("generate", "hi", "--against", "vllm"), "--against knows transformers only"),
         (("generate", "hi", "--against", "transformers", "--temperature", "1"), "greedy answers only"),
         (("generate", "--prompt-file", "/no/such/file"), "cannot read the prompt file"),
+        (("simulate", "--table", "x" * 300), "cannot reach xxxxxxxxxx"),
         (("bench", "decode", "--batch", "one"), "--batch 'one' is no list of numbers"),
         (("bench", "decode", "--against", "vllm"), "the only peer"),
         (("bench", "decode", "--prompts", "/no/such.jsonl"), "there is no prompt file"),
