@@ -25,6 +25,7 @@ def given_of(settings: Any, *names: str) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) != own[name]]
 
 
+Requests = Annotated[int, within("between 1 and 1e6", least=1, most=1e6)]
 DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 
 
@@ -131,7 +132,7 @@ class ServingConfig:
     """Open loops: requests per second at random times [default: 0.3 to 1.2 of the capacity of plain decoding]."""
     concurrency: tuple[Count, ...] = ()
     """Closed loops: requests in flight, comma-separated."""
-    requests: Count = 400
+    requests: Requests = 400
     """Number of requests of each load."""
     prompt_tokens: str = "256"
     """Prompt tokens of each request: 256, 64-512 (equally likely), or lognormal:MEDIAN,SIGMA."""
@@ -200,7 +201,7 @@ class PriceConfig:
     """Prompt tokens of each request, as in simulate-serving [default: the context less half an answer]."""
     answer_tokens: str = "256"
     """Answer tokens of each request, in the same forms."""
-    requests: Count = 200
+    requests: Requests = 200
     """Number of simulated requests at each rate."""
     seed: int = 0
     """Random seed of arrivals, lengths and acceptance."""

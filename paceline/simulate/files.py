@@ -29,14 +29,14 @@ def read_json(
 def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
     """Returns the JSON objects in a file: one, a list of them, or one per line; other values are ignored. Raises
     ConfigError if the file cannot be read or is not JSON. `remedy`: advice added to the message."""
-    with reraised(ConfigError, f"cannot read {file}", remedy, OSError, UnicodeDecodeError):
+    with reraised(ConfigError, f"cannot read {file}", remedy, OSError, UnicodeDecodeError, RecursionError):
         text = file.read_text(encoding="utf-8")
-    try:
-        whole = json.loads(text)
-        values = whole if isinstance(whole, list) else [whole]
-    except ValueError:
-        with reraised(ConfigError, f"{file} is neither JSON nor JSON lines", remedy, ValueError):
-            values = [json.loads(line) for line in text.split("\n") if line.strip()]
+        try:
+            whole = json.loads(text)
+            values = whole if isinstance(whole, list) else [whole]
+        except ValueError:
+            with reraised(ConfigError, f"{file} is neither JSON nor JSON lines", remedy, ValueError):
+                values = [json.loads(line) for line in text.split("\n") if line.strip()]
     return [value for value in values if isinstance(value, dict)]
 
 

@@ -161,6 +161,9 @@ def test_files_without_rounds_say_what_to_give(tmp_path: Path) -> None:
     broken.write_text("{")
     with pytest.raises(ConfigError, match="neither JSON"):
         parse_acceptance(str(broken))
+    broken.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot read .*recursion"):
+        parse_acceptance(str(broken))
     parquet = tmp_path / "broken.parquet"
     parquet.write_bytes(b"no")
     with pytest.raises(ConfigError, match="no trace"):

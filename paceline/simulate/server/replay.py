@@ -185,7 +185,7 @@ def rows_of(folder: Path) -> int | None:
     try:
         words = json.loads((folder / "config.json").read_text(encoding="utf-8"))["server"]
         rows = int(words[words.index("--max-batch") + 1])
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return rows if rows > 0 else None
 
