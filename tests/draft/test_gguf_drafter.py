@@ -237,7 +237,7 @@ def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
         ({"dflash.block_size": 4}, ModelFileError, "block_size is 4 in llama.cpp's keys and 8"),
         ({"dflash.rope.freq_base": 5e5}, ModelFileError, "rope_theta is 500000.0 in llama.cpp's keys and 10000.0"),
         ({"dflash.attention.head_count_kv": 2}, ModelFileError, "num_kv_heads is 2 in llama.cpp's keys and 1"),
-        ({"dflash.attention.sliding_window": 9}, ModelFileError, r"windows is \(9, None, 9\) in llama.cpp's keys and"),
+        ({"dflash.attention.sliding_window": 9}, ModelFileError, r"windows is \[9, None, 9\] in llama.cpp's keys and"),
         ({"dflash.rope.scaling.factor": 8.0}, ModelFileError, "rope_scaling is .*8.0.* in llama.cpp's keys and .*4.0"),
         ({"dflash.selector_top_k": 5}, ModelFileError, "selector_top_k is 5 in llama.cpp's keys and 6"),
         (

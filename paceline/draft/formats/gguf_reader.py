@@ -13,7 +13,6 @@ llama.cpp does not read: `paceline.config`, z-lab's config.json, and `paceline.d
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
         raise ModelFileError(f"{file.path}: GGUF key {CONFIG} is no object: export the drafter again")
     native, own = (_values_of(DFlashConfig.from_json(each, file.path)) for each in (converted, raw))
     for name, value in native.items():
-        if not _is_same(value, own.get(name)):
+        if value != own.get(name):
             raise ModelFileError(
                 f"{file.path}: {name} is {value} in llama.cpp's keys and {own.get(name)} in {CONFIG}: export the "
                 "drafter again, or take that key out of the file"
@@ -158,19 +157,10 @@ def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _values_of(config: DFlashConfig) -> dict[str, Any]:
-    """The values of a drafter's config that llama.cpp's keys express, by field."""
+    """The values of a drafter's config that llama.cpp's keys express, by field; fractions are rounded to float32."""
     values = {name: getattr(config.shape, name) for name in SHAPE_FIELDS}
-    values |= {name: getattr(config, name) for name in OWN_FIELDS}
-    return values | (asdict(config.second) if config.second else {})
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """True for equal values, where fractions were rounded to float32."""
-    if isinstance(value, dict) and isinstance(other, dict):
-        return value.keys() == other.keys() and all(_is_same(value[key], other[key]) for key in value)
-    if isinstance(value, float) and isinstance(other, int | float):
-        return math.isclose(value, other, rel_tol=1e-6)
-    return value == other
+    values |= {name: getattr(config, name) for name in OWN_FIELDS} | (asdict(config.second) if config.second else {})
+    return json.loads(json.dumps(values), parse_float=lambda text: decimal(float(text)))
 
 
 def _z_lab_config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
