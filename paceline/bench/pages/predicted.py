@@ -68,11 +68,8 @@ def predicted(costs: CostsConfig, config: ChartConfig) -> tuple[Timing, list[str
     ):
         times = token_times(shares, prediction.plain_round_s, round_s, len(pieces))
         tokens = tuple(TimedToken(text, *time) for text, time in zip(pieces, times, strict=True))
-        sides.append(
-            TimedAnswer(
-                _drafts(prediction.best_draft_length, costs.block) if shares else drafter, tokens, lossless=not shares
-            )
-        )
+        name = _drafts(prediction.best_draft_length, costs.block) if shares else drafter
+        sides.append(TimedAnswer(name, tokens, lossless=not shares))
     plain, rate = 1.0 / prediction.plain_round_s, prediction.tokens_per_round / prediction.round_s
     per_sequence = "" if config.batch == 1 else f" for each of {config.batch} sequences"
     verdict = f"Predicted: {prediction.speedup:.2f}x, {plain:,.0f} to {rate:,.0f} tokens/s{per_sequence}"
@@ -118,12 +115,8 @@ def draw_png(timing: Timing, png: Path) -> None:
         put(0.2, 1.5, f"{timing.model}, drafter {timing.on.drafter}, {timing.dtype}, {timing.machine}", color="soft")
         for column, (name, side) in enumerate((("Speculation off", timing.off), ("Speculation on", timing.on))):
             left = 0.2 + column * wide / 2
-            put(
-                left,
-                3,
-                f"{name}: {len(side.tokens)} tokens, {side.total_s:.2f} s, {side.tokens_per_s:.0f} tokens/s",
-                weight="bold",
-            )
+            rate = f"{side.total_s:.2f} s, {side.tokens_per_s:.0f} tokens/s"
+            put(left, 3, f"{name}: {len(side.tokens)} tokens, {rate}", weight="bold")
             for run in sides[column]:  # character by character, so that each is in its cell with any font
                 for place, letter in enumerate(run.text):
                     color = "kept" if run.is_drafted else "ink"
