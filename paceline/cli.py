@@ -118,7 +118,7 @@ def _group(name: str, entry: Entry) -> Group:
 
 # Rich takes longer to import than the rest of --help together.
 UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-"""Errors of the operating system for a path in a user's option that exists for nobody, or not for this user."""
+"""Errors of the operating system for a path in an option that is too long, or that the user may not read."""
 app = typer.Typer(cls=Root, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, help=HELP)
 
 
