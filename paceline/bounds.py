@@ -15,7 +15,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -54,6 +54,15 @@ Positive = Annotated[float, within("above 0", above=0, finite=False)]
 Rate = Annotated[float, within("above 0", above=0)]
 Share = Annotated[float, within("between 0 and 1", least=0, most=1)]
 Name = Annotated[str, Must("a name, not empty", lambda value: bool(value.strip()))]
+
+
+def refuse_unused(settings: Any, is_used: bool, where: str, *names: str) -> None:
+    """Raise ConfigError if one of the fields `names` of the dataclass object `settings` is set, but has no effect.
+    `is_used`: True if they have one. `where`: text after "means nothing" in the message, such as "without a limit"."""
+    default_of = {field.name: field.default for field in fields(settings)}
+    for name in names:
+        if not is_used and getattr(settings, name) != default_of[name]:
+            raise ConfigError(f"{name} means nothing {where}: leave it out")
 
 
 def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:

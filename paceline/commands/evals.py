@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import REFUSED, Json, TerminalProgress, finish, say, starting
 from paceline.config import EngineConfig
+from paceline.errors import ConfigError
 from paceline.loop.evals.compare import Gate
 from paceline.loop.evals.config import EndpointConfig, EvalSampling, JudgeConfig, MakeConfig, PricesConfig
 from paceline.loop.evals.sandbox.run import Limits
@@ -20,7 +21,7 @@ ENGINE = Only("model", "drafter", "dtype", "max_len", "backend", "isa", "weight_
 NAMES = Changed(
     drafter=Opt(default="none", help="none, default, ngram, a folder or hub id; must not change any answer.")
 )
-ENDPOINT = Changed(key_file=Opt("--api-key-file"), timeout_s=Opt("--timeout"))
+ENDPOINT = Changed(served_name=Opt("--served-name"), key_file=Opt("--api-key-file"), timeout_s=Opt("--timeout"))
 JUDGE = Changed(url=Opt("--judge"), served_name=Opt("--judge-name"), key_file=Opt("--judge-key-file"))
 LIMITS = Changed(
     wall_s=Opt("--code-seconds", help="Time limit for code in an answer, in seconds."),
@@ -48,8 +49,8 @@ def evals_make(
     from paceline.data.rows import Dropped
     from paceline.loop.evals.make import make_suite, without_leaks
 
-    dropped = Dropped()
     check_file(out, "choose another --out")
+    dropped = Dropped()
     suite = make_suite(replace(config, sources=tuple(sources)), out.stem, dropped)
     if apart_from is not None:
         suite = without_leaks(suite, apart_from, dropped)
@@ -101,6 +102,7 @@ def evals_run(
       paceline evals run suite.jsonl --model smollm2-135m \\
         --fail-below 0.8 --no-worse-than runs/teacher
     """
+    _refuse_unused(engine, endpoint, judge)
     if endpoint.url is None:
         starting(engine.model)
     from paceline.loop.evals.run import EvalSettings, evaluate
@@ -110,6 +112,19 @@ def evals_run(
     )
     done = evaluate(suite, engine, request, out=out, progress=TerminalProgress())
     finish(done.as_line(), as_json, REFUSED if done.refusals else 0)
+
+
+def _refuse_unused(engine: EngineConfig, endpoint: EndpointConfig, judge: JudgeConfig) -> None:
+    """Raises ConfigError for settings of a server without its address, and for settings of a local model next to
+    --url."""
+    local = EngineConfig(drafter="none")
+    names = [each.name for each in fields(local) if getattr(engine, each.name) != getattr(local, each.name)]
+    if endpoint.url is not None and names:
+        raise ConfigError(f"--{names[0].replace('_', '-')} means nothing for the server at --url: leave it out")
+    for server, address, changed in ((endpoint, "--url", ENDPOINT), (judge, "--judge", JUDGE)):
+        for name, option in changed.opts.items() if server.url is None else ():
+            if getattr(server, name) != getattr(type(server)(), name):
+                raise ConfigError(f"{option.names[0]} means nothing without {address}: leave it out")
 
 
 @options

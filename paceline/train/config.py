@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Checked, Count, Must, Positive, Share, Whole, at_least, check, within
+from paceline.bounds import Checked, Count, Must, Positive, Share, Whole, at_least, check, refuse_unused, within
 from paceline.config import EngineConfig
 from paceline.data.prompts import Message, read_messages, read_tools
 from paceline.errors import ConfigError, PromptError, refuse, reraised
@@ -156,9 +156,8 @@ class RemoteConfig:
             (self.ray_workers is not None and not self.ray, "ray_workers needs ray: give its address"),
             (bool(self.features_folder) and not self.features_from, "features_folder needs features_from: give it"),
         )
-        for name in () if self.answers_from or self.features_from else ("served_name", "at_once", "patience_minutes"):
-            if getattr(self, name) != self.__dataclass_fields__[name].default:
-                raise ConfigError(f"{name} means nothing without a server, such as answers_from: leave it out")
+        has_server, of_server = bool(self.answers_from or self.features_from), ("at_once", "patience_minutes")
+        refuse_unused(self, has_server, "without a server, such as answers_from", "served_name", *of_server)
 
     @property
     def answers_at(self) -> str | None:

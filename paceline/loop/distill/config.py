@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from paceline.bounds import Amount, Checked, Count, Positive, Rate, Share, Whole, at_least, check
+from paceline.bounds import Amount, Checked, Count, Positive, Rate, Share, Whole, at_least, check, refuse_unused
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, refuse
 from paceline.train.config import AnswerConfig, PromptsConfig
@@ -52,6 +52,8 @@ class StudentConfig:
                 f"keep_layers must rise from 0 on, unlike {self.keep_layers}",
             ),
         )
+        is_chosen = not (self.keep_layers or self.student)
+        refuse_unused(self, is_chosen, "next to keep_layers or student", "choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,6 @@ class TeachingConfig:
         refuse(
             ConfigError,
             (
-                self.method != "gkd" and self.on_policy > 0,
-                "on_policy belongs to method gkd: choose it, or leave this out",
-            ),
-            (
                 not self.heldout_share,
                 "heldout_share must be above 0: the gate needs answers that the student never saw",
             ),
@@ -114,6 +112,7 @@ class TeachingConfig:
                 f"micro_batch {self.micro_batch} must divide batch_size {self.batch_size}",
             ),
         )
+        refuse_unused(self, self.method == "gkd", f"for method {self.method}", "beta", "on_policy")
 
     def num_steps(self, num_answers: int) -> int:
         """Returns the maximum number of training steps for this number of answers, from `epochs` and `max_steps`. The
@@ -144,7 +143,7 @@ class GateConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class FilesConfig:
-    """Output formats of the student."""
+    """Output formats of the student. Raises ConfigError for a format of a file that is not written."""
 
     save_dtype: Annotated[str, ("bfloat16", "float32")] = "bfloat16"
     """Dtype of the Transformers folder."""
@@ -154,6 +153,10 @@ class FilesConfig:
     embedding_format: Annotated[str, ("same", "q8_0", "q4_1", "bf16", "f32")] = "same"
     """Format of the embedding and the head in the GGUF file; same keeps the teacher's stored blocks where they are
     frozen."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        refuse_unused(self, self.gguf != "none", "without a GGUF file", "embedding_format")
 
 
 @dataclass(frozen=True, slots=True)

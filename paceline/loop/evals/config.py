@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from paceline.bounds import Amount, Checked, Count, Positive, check, within
+from paceline.bounds import Amount, Checked, Count, Positive, check, refuse_unused, within
 from paceline.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class MakeConfig:
     def __post_init__(self) -> None:
         check(self)
         refuse(ConfigError, (self.scorer == "regex" and self.pattern is None, "scorer regex needs a pattern"))
+        for kinds, name in ((("regex",), "pattern"), (("judge",), "criteria"), (("auto", "numeric"), "tolerance")):
+            refuse_unused(self, self.scorer in kinds, f"for scorer {self.scorer}", name)
+        refuse_unused(self, self.scorer in ("auto", "json"), f"for scorer {self.scorer}", "fields", "schema")
+        refuse_unused(self, self.limit is not None, "without a limit", "seed")
 
 
 @dataclass(frozen=True, slots=True)

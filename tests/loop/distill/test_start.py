@@ -13,7 +13,7 @@ from small_teacher import WORDS, untaught, write_untaught
 
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
-from paceline.loop.distill.config import StudentConfig, TeachingConfig
+from paceline.loop.distill.config import FilesConfig, StudentConfig, TeachingConfig
 from paceline.loop.distill.start import influences, kept_layers, spread_layers, write_start
 from paceline.model import checkpoint
 from paceline.model.gguf.to_folder import write_folder
@@ -42,8 +42,15 @@ def test_layers_that_are_not_there(settings: dict, message: str) -> None:
 
 
 def test_settings_that_do_not_go_together() -> None:
-    with pytest.raises(ConfigError, match="belongs to method gkd"):
-        TeachingConfig(on_policy=0.5)
+    for settings, message in (
+        ((TeachingConfig, {"on_policy": 0.5}), "on_policy means nothing for method soft"),
+        ((TeachingConfig, {"beta": 0.5, "method": "hard"}), "beta means nothing for method hard"),
+        ((StudentConfig, {"choice": "even", "keep_layers": (0, 1)}), "choice means nothing next to keep_layers"),
+        ((FilesConfig, {"embedding_format": "bf16", "gguf": "none"}), "embedding_format means nothing without a GGUF"),
+    ):
+        kind, values = settings
+        with pytest.raises(ConfigError, match=message):
+            kind(**values)
     with pytest.raises(ConfigError, match="must divide"):
         TeachingConfig(batch_size=8, micro_batch=3)
 
@@ -51,6 +58,9 @@ def test_settings_that_do_not_go_together() -> None:
 def test_a_student_has_the_layers_that_were_asked_for(tmp_path: Path) -> None:
     teacher = write_untaught(tmp_path / "teacher.gguf")
     assert write_start(StudentConfig(keep_layers=(0, 3)), teacher, tmp_path / "start") == (0, 3)
+    assert len({file.stat().st_mode for file in (tmp_path / "start").iterdir()}) == 1, (
+        "an engine may be of another user"
+    )
     ours, theirs = dict(checkpoint.load_tensors(tmp_path / "start")), dict(checkpoint.load_tensors(teacher))
     assert checkpoint.load_config(tmp_path / "start").num_layers == 2
     name = "self_attn.q_proj.weight"

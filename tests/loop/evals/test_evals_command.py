@@ -88,6 +88,11 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     file.write_text('{"id": "a", "prompt_ids": [1], "text": "x", "scorer": {"kind": "exact", "answer": "y"}}\n')
     for words, message in (
         (("evals", "run", file, "--margin", "0.1"), "no-worse-than"),
+        (("evals", "run", file, "--url", "http://x", "--model", "m"), "--model means nothing for the server at --url"),
+        (("evals", "run", file, "--url", "http://x", "--max-len", "99"), "--max-len means nothing for the server"),
+        (("evals", "run", file, "--timeout", "5"), "--timeout means nothing without --url"),
+        (("evals", "run", file, "--api-key-file", "k"), "--api-key-file means nothing without --url"),
+        (("evals", "run", file, "--judge-name", "m"), "--judge-name means nothing without --judge"),
         (("evals", "run", tmp_path / "none.jsonl"), "paceline evals make"),
         (("evals", "compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "a"), "folder of another run"),
         (("store", "add", tmp_path / "new", tmp_path), "--model"),

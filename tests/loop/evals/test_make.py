@@ -64,6 +64,23 @@ def test_what_is_not_told_must_be_said(tmp_path: Path) -> None:
         MakeConfig(("x",), scorer="regex")
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"scorer": "exact", "pattern": "a"}, "pattern"),
+        ({"criteria": "Shorter is better."}, "criteria"),
+        ({"scorer": "json", "tolerance": 0.5}, "tolerance"),
+        ({"scorer": "regex", "pattern": "a", "fields": ("n",)}, "fields"),
+        ({"scorer": "exact", "schema": Path("schema.json")}, "schema"),
+        ({"seed": 3}, "seed"),
+    ],
+)
+def test_settings_of_another_scorer_are_refused(settings: dict[str, Any], name: str) -> None:
+    """They were accepted, and had no effect."""
+    with pytest.raises(ConfigError, match=f"^{name} means nothing (for scorer|without a limit).*: leave it out"):
+        MakeConfig(("x",), **settings)
+
+
 def test_fields_limits_and_suites_again(tmp_path: Path) -> None:
     rows = [{"prompt": f"Number {at}?", "answer": json.dumps({"n": at, "why": "so"})} for at in range(20)]
     suite = suite_of(tmp_path, *rows, fields=("n",), limit=5, seed=3)
