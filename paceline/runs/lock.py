@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.errors import CacheError, ConfigError, reraised
+from paceline.runs.folder import REMEDY
 from paceline.runs.ranks import Ranks
 
 PATIENCE_S = 5.0
@@ -29,13 +30,15 @@ def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None])
     torchrun (`ranks`) share the lock. `doing`: what this run does, such as "training"; the error of a run that finds
     the folder locked shows it. `say`: function that prints a line; called if the file system has no locks. Raises
     ConfigError if another run has the lock, CacheError if the folder cannot be written."""
-    with reraised(CacheError, f"cannot write {folder}", "choose another folder with --out", OSError):
+    with reraised(CacheError, f"cannot write {folder}", REMEDY, OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a+", encoding="utf-8")
+        file = (folder / ".lock").open("ab+", buffering=0)  # a buffer would be written again when it is closed
     with file:
         group = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if ranks.world > 1 else None
         try:
             is_taken = _take(file, {"pid": os.getpid(), "doing": doing, "group": group})
+        except CacheError:
+            raise
         except OSError as error:
             say(f"note: the disk of {folder} knows no locks ({error}): see to it that no other run writes there")
             is_taken = True
@@ -48,14 +51,14 @@ def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None])
         yield
 
 
-def _take(file: IO[str], owner: dict[str, Any]) -> bool:
+def _take(file: IO[bytes], owner: dict[str, Any]) -> bool:
     """Take the lock, exclusive or shared with the same group; returns True on success."""
     give_up_at = time.monotonic() + (PATIENCE_S if owner["group"] else 0.0)
     while True:
         if _locks(file, fcntl.LOCK_EX):
-            file.truncate(0)
-            file.write(json.dumps(owner))
-            file.flush()
+            with reraised(CacheError, f"cannot write {file.name}", REMEDY, OSError):
+                file.truncate(0)
+                file.write(json.dumps(owner).encode())
             if owner["group"] is None or _locks(file, fcntl.LOCK_SH):
                 return True
         elif owner["group"] and _locks(file, fcntl.LOCK_SH):
@@ -65,7 +68,7 @@ def _take(file: IO[str], owner: dict[str, Any]) -> bool:
         time.sleep(0.05)
 
 
-def _locks(file: IO[str], kind: int) -> bool:
+def _locks(file: IO[bytes], kind: int) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -73,7 +76,7 @@ def _locks(file: IO[str], kind: int) -> bool:
     return True
 
 
-def _holder(file: IO[str]) -> dict[str, Any]:
+def _holder(file: IO[bytes]) -> dict[str, Any]:
     file.seek(0)
     text = file.read()
-    return json.loads(text) if text.endswith("}") else {}  # the other run may be writing it just now
+    return json.loads(text) if text.endswith(b"}") else {}  # the other run may be writing it just now

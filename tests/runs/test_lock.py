@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tiny_runs import TINY, paceline
 
-from paceline.errors import ConfigError
+from paceline.errors import CacheError, ConfigError
 from paceline.runs import lock
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
@@ -43,6 +43,18 @@ with only_run(Path(sys.argv[1]), "training", Ranks(), print):
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path: Path) -> None:
+    """Closing the lock's file then ended the command with a traceback."""
+    (tmp_path / ".lock").symlink_to("/dev/full")
+    notes = list[str]()
+    with (
+        pytest.raises(CacheError, match="cannot write .*choose another folder"),
+        only_run(tmp_path, "training", Ranks(), notes.append),
+    ):
+        pass
+    assert notes == []
 
 
 def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
