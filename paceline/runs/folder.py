@@ -230,7 +230,10 @@ def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[
         try:
             os.close(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
             yield scratch
+            created = scratch.stat()
             sync(scratch)
+            if scratch.stat().st_ino != created.st_ino:  # safetensors puts a file of mode 0600 in its place
+                scratch.chmod(created.st_mode & 0o777)
             scratch.replace(path)
             sync(path.parent)
         finally:

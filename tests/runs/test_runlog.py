@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CacheError, ConfigError
+from safetensors.numpy import save_file
 from paceline.runs.folder import RunFolder, check_own, plain, sync_folder, whole_file, write_results, write_whole
 
 
@@ -220,3 +221,7 @@ def test_a_folder_is_synced_with_all_in_it(tmp_path: Path, monkeypatch: pytest.M
     sync_folder(tmp_path)
     paths = [tmp_path / "a", tmp_path / "inner" / "b", tmp_path / "inner", tmp_path]
     assert sorted(synced) == sorted(path.stat().st_ino for path in paths) and synced[-1] == tmp_path.stat().st_ino
+        for mode in (0o600, 0o644):  # safetensors puts a file of mode 0600 in the place of another
+            with whole_file(tmp_path / "b", mode=mode) as scratch:
+                save_file({"a": np.zeros(1)}, scratch)
+            assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == mode

@@ -24,7 +24,7 @@ from paceline.model import checkpoint
 from paceline.model.adapter import base_of, is_adapter
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.model.torch.attention import inverse_frequencies
-from paceline.runs.folder import sync_folder, write_whole
+from paceline.runs.folder import sync_folder, whole_file, write_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OTHER_NAMES = ("phi3",)
@@ -97,7 +97,8 @@ def write_model(
     file = base_of(words) / LAST_FILE
     with reraised(CacheError, f"cannot write {folder}", "choose another folder", OSError, SafetensorError):
         folder.mkdir(parents=True)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with whole_file(folder / "model.safetensors") as scratch:
+            save_file(weights, scratch, metadata={"format": "pt"})
         write_tokenizer(words, folder)
         (folder / "config.json").write_text(_json(dict(shape) | {"torch_dtype": dtype}), encoding="utf-8")
         sync_folder(folder)  # LAST_FILE marks the others as complete
