@@ -20,6 +20,7 @@ import platform
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -199,7 +200,6 @@ def check_own(out: str | Path | None, what: str, *sources: str | Path | None) ->
     as `check_folder` does. `sources`: the runs that the new one reads, each given as its folder or as a file in it."""
     if out is None:
         return
-    check_folder(Path(out))
     config, before = Path(out) / "config.json", "of unknown type"
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         before = json.loads(config.read_text(encoding="utf-8"))["what"]
@@ -229,15 +229,37 @@ def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[
         scratch = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
         try:
             os.close(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
-            yield scratch
             created = scratch.stat()
-            sync(scratch)
+            yield scratch
             if scratch.stat().st_ino != created.st_ino:  # safetensors puts a file of mode 0600 in its place
                 scratch.chmod(created.st_mode & 0o777)
+            sync(scratch)
             scratch.replace(path)
             sync(path.parent)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path, remedy: str = REMEDY) -> Iterator[Path]:
+    """Context manager to write a folder so that it is complete or absent: yields a new temporary folder with all
+    permissions that the umask allows. At the end of the block it is synced to the disk and replaces `folder`; on an
+    error it is deleted. Only one process may write `folder` at a time. Raises CacheError if the disk cannot be written;
+    `remedy`: advice at the end of the message."""
+    from safetensors import SafetensorError
+
+    scratch = folder.with_name(f".{folder.name}.part")
+    with reraised(CacheError, f"cannot write {folder}", remedy, OSError, SafetensorError):
+        shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
+        try:
+            scratch.mkdir(parents=True)
+            yield scratch
+            sync_folder(scratch)
+            shutil.rmtree(folder, ignore_errors=True)
+            scratch.rename(folder)
+            sync(folder.parent)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -177,6 +177,7 @@ def test_a_copy_of_the_target_has_it_in_its_file(name: str, folder_of: Folder, t
     trained, again = read_mtp(folder), read_mtp(out)
     assert all(torch.equal(tensor, again.tensors[each]) for each, tensor in trained.tensors.items())
     assert {file.name for file in out.iterdir()} == {file.name for file in model.iterdir()}
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "an engine may be of another user"
     assert make_drafter("mtp", target_of(out), target_name=str(out)).num_drafted == 3
 
 
@@ -216,6 +217,7 @@ def test_a_layer_that_the_target_did_not_have_is_added(folder_of: Folder, tmp_pa
         assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in layer.tensors.items())
         assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
         assert dict(load_tensors(out)).keys() > tensors.keys()
+        assert len({file.stat().st_mode for file in out.iterdir()}) == 1
         target_of(out)
     stitch(layer, sharded, tmp_path / "linked", links=True)
     links = [file.name for file in (tmp_path / "linked").iterdir() if file.is_symlink()]

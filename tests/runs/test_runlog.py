@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from paceline.errors import CacheError, ConfigError
-from safetensors.numpy import save_file
-from paceline.runs.folder import RunFolder, check_own, plain, sync_folder, whole_file, write_results, write_whole
+from paceline.runs.folder import (
+    RunFolder,
+    check_own,
+    plain,
+    sync_folder,
+    whole_file,
+    whole_folder,
+    write_results,
+    write_whole,
+)
 
 
 def test_a_run_folder_holds_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +132,23 @@ def test_writes_are_whole_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert sorted(file.name for file in run.path.iterdir()) == ["command.txt", "config.json", "report.md"]
 
 
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Synthesised answers and an MCP client's drafters were deleted before the new ones were whole."""
+    for text, error in (("first", None), ("second", OSError(28, "No space left on device")), ("third", None)):
+        with contextlib.ExitStack() as stack:
+            if error is not None:
+                stack.enter_context(pytest.raises(CacheError, match="No space left .*: free space"))
+            with whole_folder(tmp_path / "one", "free space") as scratch:
+                (scratch / "file").write_text(text)
+                if error is not None:
+                    raise error
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+        assert (tmp_path / "one" / "file").read_text() == ("first" if error else text)
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o777 & ~umask
+
+
 def test_unwritable_folders_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="choose another folder with --out"):
@@ -210,6 +238,10 @@ class TestWholeFile:
             assert stat.S_IMODE(scratch.stat().st_mode) == 0o600
             scratch.write_text("secret")
         assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+        for mode in (0o600, 0o644):  # safetensors puts a file of mode 0600 in the place of another
+            with whole_file(tmp_path / "b", mode=mode) as scratch:
+                save_file({"a": np.zeros(1)}, scratch)
+            assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == mode
 
 
 def test_a_folder_is_synced_with_all_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +253,3 @@ def test_a_folder_is_synced_with_all_in_it(tmp_path: Path, monkeypatch: pytest.M
     sync_folder(tmp_path)
     paths = [tmp_path / "a", tmp_path / "inner" / "b", tmp_path / "inner", tmp_path]
     assert sorted(synced) == sorted(path.stat().st_ino for path in paths) and synced[-1] == tmp_path.stat().st_ino
-        for mode in (0o600, 0o644):  # safetensors puts a file of mode 0600 in the place of another
-            with whole_file(tmp_path / "b", mode=mode) as scratch:
-                save_file({"a": np.zeros(1)}, scratch)
-            assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == mode

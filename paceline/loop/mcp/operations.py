@@ -30,7 +30,7 @@ from paceline.loop.mcp.calls import CallLog
 from paceline.loop.mcp.jobs import Jobs
 from paceline.loop.mcp.rollout import Rollout
 from paceline.plan.clusters import OTHER
-from paceline.runs.folder import plain
+from paceline.runs.folder import plain, whole_folder
 from paceline.train.plan.current_traffic import seen_in_traces
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
@@ -208,13 +208,15 @@ class Operations:
         return command_of(stage, self.store, self.engine, self.candidate, self.retrain)
 
     def _copied(self, drafter: Path, weights: str | None) -> Path:
-        """Copy the drafter to a folder that no job writes. Raises ConfigError if its weights are not those judged."""
+        """Copy the drafter to a folder that no job writes; a copy from an earlier call stays, as a server may be
+        reading it. Raises ConfigError if its weights are not those judged."""
         copy = self._state / "rolled-out" / str(weights)[7:23]
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(drafter, copy)
-        if weights is None or weights_hash(copy) != weights:
-            shutil.rmtree(copy)
-            raise ConfigError(f"the weights in {drafter} are not those that passed the gate: call gate again")
+        if weights is not None and weights_hash(copy) == weights:
+            return copy
+        with whole_folder(copy, "free space") as scratch:
+            shutil.copytree(drafter, scratch, dirs_exist_ok=True)
+            if weights is None or weights_hash(scratch) != weights:
+                raise ConfigError(f"the weights in {drafter} are not those that passed the gate: call gate again")
         return copy
 
     def _settle(self) -> None:

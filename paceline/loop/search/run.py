@@ -14,21 +14,21 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.data.answers import AnswerShards
 from paceline.data.rows import Dropped
-from paceline.errors import CacheError, PromptError, reraised
+from paceline.errors import PromptError
 from paceline.loop.search.config import SearchConfig
 from paceline.loop.search.rating import Rated, rate
 from paceline.loop.search.space import Space
 from paceline.loop.search.trials import Measured, Trials, winner_of
 from paceline.report.pages import Plot, Series, curves, write_report
 from paceline.report.tables import SILENT, Column, Progress, Table, flat, with_interval
-from paceline.runs.folder import RunFolder, plain, sync_folder
+from paceline.runs.folder import RunFolder, plain, whole_folder
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import stopped_by_signal
@@ -126,7 +126,7 @@ class _Search:
         if not out.is_dir():
             keys = self._held_out(sources)
             held_out = [each for each in answers_of(sources, Dropped()) if f"{each.key}/{each.turn}" in keys]
-            with _whole_folder(out) as scratch:
+            with whole_folder(out) as scratch:
                 AnswerShards(scratch).write(held_out)
         heldout = sorted(read_corpus([out], 10**6, 0.0).train, key=lambda document: document.prompt)
         prompts = {document.prompt for document in heldout}
@@ -134,7 +134,7 @@ class _Search:
         for source, folder in zip(sources, folders, strict=True):
             if not folder.is_dir():
                 usable = [each for each in answers_of([source], Dropped()) if prompt_of(each.key) not in prompts]
-                with _whole_folder(folder) as scratch:
+                with whole_folder(folder) as scratch:
                     AnswerShards(scratch).write(usable)
         return folders, heldout
 
@@ -188,7 +188,7 @@ class _Search:
             folders = [trials.folder(each) / "drafter" for each in (winner.number, 0)]
             judged = rate(self.config, folders[0], self.judged_on, folders[1])
             number = winner.number if (judged.interval[0] or 0.0) > 1.0 else 0
-        with _whole_folder(self.folder.path / "drafter") as scratch:
+        with whole_folder(self.folder.path / "drafter") as scratch:
             shutil.copytree(trials.folder(number) / "drafter", scratch, dirs_exist_ok=True)
         training = space.config(trials.settings(number), self.folder.path, self.config.rung_minutes[-1])
         write_run_file(self._again(training))
@@ -210,20 +210,6 @@ class _Search:
         if len(config.answers) not in kept:  # the last source: answers to the prompts
             prompting = replace(prompting, prompts=(), self_written=0)
         return replace(trial, answers=answers, prompting=prompting, heldout_share=TrainConfig().heldout_share)
-
-
-@contextlib.contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder to write to, which replaces `folder` at the end. `folder` is complete or absent, also
-    after a kill. Raises CacheError if the disk cannot be written."""
-    scratch = folder.with_name(f"{folder.name}.part")
-    with reraised(CacheError, f"cannot write {folder}", "free space and run the same command again", OSError):
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        yield scratch
-        sync_folder(scratch)
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
 
 
 def _with_trial_minutes(config: SearchConfig) -> SearchConfig:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from paceline.loop.synthesize.template_slots import TemplateSlots
 from paceline.model.text.tools import CLOSE, OPEN, call_schema, json_or
 from paceline.report.statistics import num_common
 from paceline.report.tables import Progress
+from paceline.runs.folder import whole_folder
 from paceline.train.answers.regenerate import Regenerator, prepared
 from paceline.train.answers.self_written import read_openers
 from paceline.train.config import RegenerateConfig
@@ -212,8 +212,7 @@ def _accept(
     form: Form, raw: AnswerShards, done: Synthesized, max_overlap: float
 ) -> tuple[Coverage | None, Counter[str]]:
     """Write the accepted answers, replacing those of an earlier run; returns their coverage and the rejected counts."""
-    shutil.rmtree(done.answers, ignore_errors=True)
-    shards, coverage = AnswerShards(done.answers), Coverage(form.schema) if form.schema else None
+    coverage = Coverage(form.schema) if form.schema else None
     near, exact = Near(max_overlap, common_pieces([])), set[tuple[int, ...]]()
     accepted, rejected = list[Answer](), Counter[str]()
     answers = sorted(raw, key=lambda answer: answer.key)
@@ -233,7 +232,9 @@ def _accept(
         if coverage:
             coverage.add(value)
         accepted.append(answer)
-    for begin in range(0, len(accepted), ROWS_PER_SHARD):
-        shards.write(accepted[begin : begin + ROWS_PER_SHARD])
+    with whole_folder(done.answers) as scratch:
+        shards = AnswerShards(scratch)
+        for begin in range(0, len(accepted), ROWS_PER_SHARD):
+            shards.write(accepted[begin : begin + ROWS_PER_SHARD])
     done.num_answers, done.num_tokens = len(accepted), sum(len(answer.answer_ids) for answer in accepted)
     return coverage, rejected

@@ -86,7 +86,9 @@ class TestFolders:
             patch.setattr(engine_folders, "given_to", killed)
             with pytest.raises(Killed):
                 folders.given(drafter)
-        [unfinished] = (tmp_path / "engine").iterdir()
+        assert not any((tmp_path / "engine").iterdir())
+        unfinished = tmp_path / "engine" / "vllm-0.part"
+        unfinished.mkdir()  # as SIGKILL leaves it
         given = folders_of(target, tmp_path).given(drafter)
         assert not unfinished.exists() and read_stored(given.folder).form == "speculators"
 

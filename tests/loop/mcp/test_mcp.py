@@ -263,6 +263,21 @@ def test_a_lost_answer_of_the_server_can_be_undone(tmp_path: Path) -> None:
         assert one.roll_back("no answer")["serving"] == "default" and server.members == {"general": "default"}
 
 
+def test_a_repeated_roll_out_leaves_the_copy_that_the_server_may_be_reading(tmp_path: Path) -> None:
+    with serving(FakeServer()) as server:
+        one = operations(tmp_path, server)
+        new = drafter(tmp_path / "state" / "new")
+        gates(one)
+        server.loses.add("/admin/drafters/general")
+        gate = one.gate(str(new))["id"]
+        with pytest.raises(Exception, match="answer"):
+            one.roll_out(gate)
+        copied = Path(server.members["general"]) / "model.safetensors"
+        before = copied.stat()
+        assert one.roll_out(gate)["serving"] == str(copied.parent)
+        assert (copied.stat().st_ino, copied.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
 def test_verdicts_that_do_not_pass(tmp_path: Path) -> None:
     one = operations(tmp_path)
     new = drafter(tmp_path / "state" / "new")

@@ -15,8 +15,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -31,13 +29,13 @@ from paceline.errors import (
     PacelineError,
     UnreachableError,
     UnsupportedModelError,
-    reraised,
 )
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import ask
 from paceline.loop.adapt.servers.vllm_sglang.check import Comparison, brings, prompt_ids, served
 from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Given, Start, given_to
 from paceline.net.streaming import Client
+from paceline.runs.folder import whole_folder
 
 log = logging.getLogger("paceline.loop.adapt")
 RECORD = "given.json"
@@ -66,7 +64,7 @@ class EngineFolders:
 
     def __post_init__(self) -> None:
         self._start("")  # refuses a target that the engine cannot read
-        for unfinished in self.folder.glob("unfinished-*"):
+        for unfinished in self.folder.glob("*.part"):
             shutil.rmtree(unfinished)
 
     def given(self, drafter: Path) -> Given:
@@ -76,16 +74,8 @@ class EngineFolders:
         folder = self.folder / f"{self.config.engine}-{_hash_of(drafter, settings)}"
         if given := _recorded(folder):
             return given
-        with reraised(CacheError, f"cannot write {folder}", "free space, or choose another --state", OSError):
-            scratch = self.folder / f"unfinished-{secrets.token_hex(8)}"
-            scratch.mkdir(parents=True)
-            try:
-                given = self._converted(drafter, scratch)
-                shutil.rmtree(folder, ignore_errors=True)  # damaged, if it exists
-                os.rename(scratch, folder)
-            except Exception:
-                shutil.rmtree(scratch, ignore_errors=True)
-                raise
+        with whole_folder(folder, "free space, or choose another --state") as scratch:
+            given = self._converted(drafter, scratch)
         for note in given.notes:
             log.warning("%s: %s", folder, note)
         return replace(given, folder=folder.absolute() / given.folder)
