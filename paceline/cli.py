@@ -154,17 +154,16 @@ def main() -> NoReturn:
         code = app(prog_name="paceline", standalone_mode=False)
     except PacelineError as error:
         code = _fail(str(error))
-    except OSError as error:
-        if error.errno not in UNREACHABLE or error.filename is None:
-            raise
-        code = _fail(f"cannot reach {error.filename!s:.200} ({error.strerror}): check the path and its permissions")
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except _UsageError as error:
         code = _fail(_usage(error))
     except Exception as error:  # noqa: BLE001 (Python's own exit status 1 is a verdict of `paceline audit`)
-        traceback.print_exc()
-        code = _fail(f"unexpected {type(error).__name__}, a fault of paceline: report it with the lines above")
+        if isinstance(error, OSError) and error.errno in UNREACHABLE and error.filename is not None:
+            code = _fail(f"cannot reach {error.filename!s:.200} ({error.strerror}): check the path and its permissions")
+        else:
+            traceback.print_exc()
+            code = _fail(f"unexpected {type(error).__name__}, a fault of paceline: report it with the lines above")
     sys.exit(code if isinstance(code, int) else 0)
 
 
