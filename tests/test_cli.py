@@ -260,16 +260,17 @@ def test_an_out_of_the_other_type_is_refused_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_fault_of_paceline_is_no_verdict(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", [KeyError, OSError])
+def test_a_fault_of_paceline_is_no_verdict(call: Call, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]) -> None:
     """Python ends with status 1 after a traceback, by which `audit` says that a server is faulty."""
 
     def broken(url: str, *_: object, **options: object) -> None:
-        raise KeyError(url)
+        raise fault(url)
 
     monkeypatch.setattr("paceline.loop.audit.run.audit", broken)
     done = call("audit", "http://127.0.0.1:9", "--json")
-    assert done.returncode == 2 and "Traceback" in done.stderr and "raise KeyError(url)" in done.stderr
-    assert json.loads(done.stdout)["error"].startswith("unexpected KeyError, a fault of paceline")
+    assert done.returncode == 2 and "Traceback" in done.stderr and "raise fault(url)" in done.stderr
+    assert json.loads(done.stdout)["error"].startswith(f"unexpected {fault.__name__}, a fault of paceline")
 
 
 def test_models_are_listed(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
