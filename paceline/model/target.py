@@ -186,8 +186,9 @@ class Target(ABC):
 
     @experts_read.setter
     def experts_read(self, read: float | Tensor | None) -> None:
-        """Set the mean number of distinct experts that the last pass read. `read`: this mean, or the indices [layers,
-        tokens, K] of the K experts of each token, from which the getter computes it."""
+        """Set the mean, over layers with experts, of the number of distinct experts that the last pass read. `read`:
+        this mean, or the indices [layers, tokens, K] of the K experts of each token, from which the getter computes it;
+        None for a model without experts."""
         self._experts_read = read
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:

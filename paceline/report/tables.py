@@ -50,7 +50,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table: each object in `rows` is shown as one row; `notes` are sentences below the table."""
+    """A table for the terminal, Markdown or HTML. Each object in `rows` is shown as one row, whose cells `columns` read
+    from it. `notes`: sentences below the table."""
 
     columns: Sequence[Column]
     rows: Sequence[Any]

@@ -187,8 +187,8 @@ def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
     """Reads the acceptance from results of bench decode or evaluate, from traces, or from a server's log. `path`: the
     file; results and traces may also be given as their folder. Raises ConfigError for any other file.
 
-    `drafter`: in results, the drafter to use; "" selects the one with the most tokens per round. In a log, the
-    model."""
+    `drafter`: the name of the drafter whose results are read; "" selects the one with the most tokens per round. A
+    server's log names no drafters: there it is the name of the served model; "" is enough if the log has only one."""
     named = [path / "results.json", path / "evaluation.json"]
     stored = [file for file in named if file.exists()] or sorted(path.glob("*.parquet"))
     files = (stored or named) if path.is_dir() else [path]

@@ -64,9 +64,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
-    """Returns the mean acceptance length and the mean depth (drafts on the longest path) of draft trees: entry n is for
-    trees of n drafts, from 0 to MOST_NODES. `marginals`: acceptance chances by draft position and candidate rank.
-    `num_slots`: maximum depth of a tree."""
+    """Returns the mean acceptance length and the mean depth (drafts on the longest path) of draft trees, over simulated
+    rounds. Entry n is for the trees of n drafts of which most are expected to be accepted; n is 0 to MOST_NODES.
+    `marginals`: the candidates' acceptance chances by draft position and rank. `num_slots`: maximum depth of a tree."""
     if not num_slots:
         return [Expected(1.0, 0.0)] * (MOST_NODES + 1)
     return marginals.first_slots(num_slots).expected(MOST_NODES)
