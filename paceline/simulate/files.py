@@ -53,11 +53,14 @@ def is_amount(value: Any) -> bool:
 
 
 def check_amounts(record: Any) -> None:
-    """Raises ValueError if an int or float field of a dataclass instance is not a finite number of 0 or more."""
+    """Raises ValueError if a field of a dataclass instance of type int or float, or None, is not a finite number of 0
+    or more, or not a whole number for int."""
     for field in fields(record):
-        value = getattr(record, field.name)
-        if field.type in ("int", "float") and not is_amount(value):
-            raise ValueError(f"{field.name} is {value!r}, not a number of 0 or more")
+        value, (kind, *has_none) = getattr(record, field.name), str(field.type).split(" | ")
+        if kind not in ("int", "float") or (value is None and has_none):
+            continue
+        if not is_amount(value) or (kind == "int" and not isinstance(value, int)):
+            raise ValueError(f"{field.name} is {value!r:.40}, not a {'whole ' * (kind == 'int')}number of 0 or more")
 
 
 def record_of(kind: type[T], content: Any) -> T:

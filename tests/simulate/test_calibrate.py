@@ -13,7 +13,7 @@ from simulate_steps import DEPLOYMENT, MACHINE, PLANTED, SHAPE, steps_file
 
 from paceline.errors import ConfigError
 from paceline.simulate.answer import set_up
-from paceline.simulate.config import CostsConfig
+from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.calibrate import (
     Fitted,
@@ -31,6 +31,8 @@ from paceline.simulate.costs.roofline import Deployment, distinct_experts
 from paceline.simulate.costs.rounds import Calibration, DraftFit, PassFit, read_calibration
 from paceline.simulate.costs.shapes import Precisions
 from paceline.simulate.speedup import Load
+from paceline.train.plan.advise import advise
+from paceline.train.plan.current_traffic import Seen
 
 
 @pytest.mark.slow
@@ -227,3 +229,13 @@ def test_a_calibration_predicts_with_the_locality_that_was_counted_unless_anothe
 def test_experts_that_are_no_counts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="experts"):
         calibrated_moe(tmp_path, moe_steps(0.5) | {"experts": [[1, 2, "many"]]})
+
+
+@pytest.mark.slow
+def test_advice_plans_the_training_on_the_machine_of_the_calibration(tmp_path: Path) -> None:
+    """It was planned on this computer, which measured itself first."""
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps(replace(PLANTED, machine=MACHINE).as_json()))
+    costs = CostsConfig(calibration=file)
+    assert advise(costs, AdviceConfig(run="none"), Seen()).machine == "box, 2 threads"
+    assert advise(replace(costs, hardware="H100"), AdviceConfig(run="none"), Seen()).machine == "H100"

@@ -10,6 +10,7 @@ import pytest
 from paceline.errors import PacelineError, UnsupportedModelError
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.model_config import shape_of
+from paceline.simulate.costs.roofline import shares_evenly
 from paceline.simulate.costs.shapes import Attention, Experts, from_json
 
 SMALL: dict[str, Any] = {
@@ -233,6 +234,9 @@ def test_a_shape_survives_json() -> None:
         ({"attention": [{"kind": "rnn", "layers": 43}]}, "choose from gqa"),
         ({"attention": [{"kind": "mla", "layers": 43, "ratio": 0}]}, "ratio 0"),
         ({"attention": [{"kind": "gqa", "layers": 1}]}, "num_layers layers together"),
+        ({"attention": [{"kind": "gqa", "layers": 43, "heads": 1e300}]}, r"heads is 1e\+300, not a whole number"),
+        ({"attention": [{"kind": "gqa", "layers": 43, "window": "x"}]}, "window is 'x', not a whole number"),
+        ({"attention": [{"kind": "mla", "layers": 43, "ratio": 4, "topk": []}]}, r"topk is \[\], not a whole number"),
         ({"attention": None}, "cannot be read"),
         ({"dense": float("nan")}, "dense is nan"),
         ({"dense": "much"}, "dense is 'much'"),
@@ -246,3 +250,9 @@ def test_a_shape_survives_json() -> None:
 def test_shapes_that_are_none_are_refused(change: dict[str, Any], remedy: str) -> None:
     with pytest.raises(PacelineError, match=remedy):
         from_json({**asdict(catalogue.find("DeepSeek-V4-Flash")), **change})
+
+
+def test_absurd_numbers_of_heads_are_divided_at_once() -> None:
+    """A billion heads were tried for a billion numbers of GPUs."""
+    many = shape_of({**SMALL, "num_attention_heads": 10**9, "num_key_value_heads": 10**9, "head_dim": 2})
+    assert shares_evenly(many)[-3:] == [640, 800, 1000]

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pytest
 from loopback import Handler, answering
 from pyarrow import parquet
-from simulate_steps import MACHINE, PLANTED
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -397,11 +396,3 @@ def test_impossible_questions(words: list[str], remedy: str) -> None:
 def test_a_training_on_this_machine_by_every_name_of_it(written: str | None) -> None:
     costs = CostsConfig(hardware=written)
     assert _device(costs, Setup(ToyCosts(), "toy model", "toy")) is None
-
-
-def test_a_training_on_the_machine_of_the_calibration(tmp_path: Path) -> None:
-    """It was planned on this computer, which measured itself first."""
-    file = tmp_path / "calibration.json"
-    file.write_text(json.dumps(replace(PLANTED, machine=MACHINE).as_json()))
-    assert line("--calibration", str(file))["machine"] == "box, 2 threads"
-    assert line("--calibration", str(file), "--hardware", "H100")["machine"] == "H100"

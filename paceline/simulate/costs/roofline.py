@@ -15,6 +15,8 @@ from paceline.hardware import Machine
 from paceline.simulate.costs.shapes import Attention, ModelShape, Precisions, arithmetic, num_bytes
 
 COLLECTIVE_LATENCY_S = 5e-6
+MOST_GPUS = 1024
+"""Largest number of GPUs among which heads are divided."""
 MEASURED_LOCALITY = 0.255
 """Expert locality that predicts the measured distinct experts of 1 to 16 consecutive positions (8 of 256 each) within
 2%."""
@@ -199,10 +201,10 @@ def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
 
 
 def shares_evenly(shape: ModelShape) -> list[int]:
-    """Returns the numbers of GPUs on which vLLM and SGLang can run the model by tensor parallelism, which divides the
-    attention heads among GPUs. Such a number divides the number of query heads. It also divides the number of key
-    heads, or is a multiple of it. The list is empty if the numbers of heads are unknown."""
-    most = max((group.heads for group in shape.attention), default=0)
+    """Returns the numbers of GPUs, up to MOST_GPUS, on which vLLM and SGLang can run the model by tensor parallelism,
+    which divides the attention heads among GPUs. Such a number divides the number of query heads. It also divides the
+    number of key heads, or is a multiple of it. The list is empty if the numbers of heads are unknown."""
+    most = min(max((group.heads for group in shape.attention), default=0), MOST_GPUS)
     return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
 
 
