@@ -70,7 +70,7 @@ def target_file(file: Path, num_tokens: int) -> Path:
     [
         raw_config(),
         raw_config(**BOTH_WAYS),
-        raw_config(rope_scaling=YARN),
+        raw_config(rope_scaling={**YARN, "beta_fast": None}),
         raw_2(),
         raw_2(**BOTH_WAYS),
         raw_2(output_multiplier=0.5),

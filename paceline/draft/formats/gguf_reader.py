@@ -160,6 +160,7 @@ def _values_of(config: DFlashConfig) -> dict[str, Any]:
     """The values of a drafter's config that llama.cpp's keys express, by field; fractions are rounded to float32."""
     values = {name: getattr(config.shape, name) for name in SHAPE_FIELDS}
     values |= {name: getattr(config, name) for name in OWN_FIELDS} | (asdict(config.second) if config.second else {})
+    values["rope_scaling"] = {key: value for key, value in (values["rope_scaling"] or {}).items() if value is not None}
     return json.loads(json.dumps(values), parse_float=lambda text: decimal(float(text)))
 
 
