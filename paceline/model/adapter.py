@@ -90,7 +90,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json of an adapter's folder. Raises ModelFileError if it is missing, damaged or not a JSON
     object."""
     file = folder / CONFIG
-    with reraised(ModelFileError, f"{file} cannot be read", "copy the adapter again", OSError, ValueError):
+    with reraised(
+        ModelFileError, f"{file} cannot be read", "copy the adapter again", OSError, ValueError, RecursionError
+    ):
         raw = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
         raise ModelFileError(f"{file} does not hold a JSON object: copy the adapter again")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigError, PacelineError, reraised
+from paceline.hardware import Machine
 
 T = TypeVar("T")
 
@@ -70,3 +71,18 @@ def record_of(kind: type[T], content: Any) -> T:
     record = kind(**{field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
     check_amounts(record)
     return record
+
+
+def read_machine(content: Any) -> Machine:
+    """Builds the hardware of a calibration from a JSON object. Raises TypeError for other keys than its fields, and
+    ValueError for other values than finite numbers of 0 or more, or for a speed of 0."""
+    machine = Machine(**content)
+    check_amounts(machine)
+    rates = machine.flops_per_s
+    if (
+        not machine.bytes_per_s
+        or not isinstance(rates, dict)
+        or not all(is_amount(each) and each for each in rates.values())
+    ):
+        raise ValueError("machine has a speed that is not a number above 0")
+    return machine

@@ -194,6 +194,13 @@ def test_refused_folders(base: Path, tmp_path: Path) -> None:
         load_target(EngineConfig(str(third), dtype="float32", device="cpu"))
 
 
+def test_a_config_that_is_nested_too_deeply_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", base)
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelFileError, match="copy the adapter again"):
+        load_config(folder)
+
+
 def test_a_link_replaces_the_name_of_the_base(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", base, base_model_name_or_path="/not/here")
     (adapter / "base").symlink_to(base)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,11 @@ def test_calibrations_survive_their_file(tmp_path: Path) -> None:
         ({"verify": {"reading": 1.0}}, "computing is"),
         ({"draft": {"fixed_s": -1.0}}, "fixed_s is"),
         ({"machine": {"colour": "red"}}, "make the calibration again"),
+        *(
+            ({"machine": asdict(MACHINE) | {name: value}}, "machine has a speed|bytes_per_s is")
+            for name, values in {"bytes_per_s": (0, None, "x", math.nan), "flops_per_s": (3, {"bfloat16": 0.0})}.items()
+            for value in values
+        ),
     ],
 )
 def test_files_that_are_no_calibrations(tmp_path: Path, change: dict[str, Any], remedy: str) -> None:

@@ -34,7 +34,7 @@ from paceline.errors import ConfigError, reraised
 from paceline.hardware import Machine
 from paceline.simulate.costs.roofline import Deployment, pass_seconds
 from paceline.simulate.costs.shapes import ModelShape, Precisions
-from paceline.simulate.files import check_amounts, is_amount, read_json, record_of
+from paceline.simulate.files import check_amounts, is_amount, read_json, read_machine, record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def read_calibration(path: Path) -> Calibration:
             host_s=content.get("host_s"),  # pyright: ignore[reportArgumentType]  (checked below)
             model=str(content.get("model", "")),
             drafter=str(content.get("drafter", "")),
-            machine=Machine(**content["machine"]) if content.get("machine") else None,
+            machine=read_machine(content["machine"]) if content.get("machine") else None,
             precisions=Precisions(**content["precisions"]) if content.get("precisions") else None,
             expert_locality=content.get("expert_locality", 0.0),
         )
