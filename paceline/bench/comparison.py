@@ -129,8 +129,8 @@ class Comparison:
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:
-    """Answer the prompt `token_ids` with plain decoding, as the baseline of `beside_plain`. Two short warm-up answers
-    come first, one with drafts and one without. At the end, the LLM uses its drafter again."""
+    """Answer the prompt `token_ids` with plain decoding, as the baseline of `compare_with_plain`. Two short warm-up
+    answers come first, one with drafts and one without. At the end, the LLM uses its drafter again."""
     drafter = llm.drafter
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), logprobs=None)
     llm.generate_ids([token_ids], warm_up)

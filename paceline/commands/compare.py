@@ -15,7 +15,7 @@ from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Raw, System, TerminalProgress, check_template, load, prompt_of, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.runs.folder import RUNS, RunFolder, check_folder, check_own, write_whole
+from paceline.runs.folder import RunFolder, check_folder, check_own, write_whole
 from paceline.simulate.config import ChartConfig, CostsConfig, given_of
 from paceline.types import SamplingParams
 
@@ -91,7 +91,7 @@ def compare(
     _check_values(svg_speed, repeat)
     if recorded is not None:
         return _drawn_again(recorded, out, svg, svg_speed)
-    check_own(out or RUNS, "compare")
+    check_own(out, "compare")
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
     if engine.drafter == "none" or engine.num_drafted == 0:

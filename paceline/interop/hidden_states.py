@@ -118,8 +118,8 @@ class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
         try:
             event.synchronize()
             os.makedirs(os.path.dirname(filename), exist_ok=True)
-            save_file(tensors, unfinished)  # with mode 0600, but the trainer may be another user
-            os.chmod(unfinished, os.stat(os.path.dirname(filename)).st_mode & 0o666)
+            save_file(tensors, unfinished)  # with mode 0600, but the trainer may be another user, who only reads
+            os.chmod(unfinished, os.stat(os.path.dirname(filename)).st_mode & 0o644)
             os.replace(unfinished, filename)
         finally:
             with contextlib.suppress(FileNotFoundError):

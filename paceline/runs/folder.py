@@ -197,7 +197,9 @@ def check_folder(out: Path) -> None:
 def check_own(out: str | Path | None, what: str, *sources: str | Path | None) -> None:
     """Check, before any work, that a new run of type `what` may overwrite the folder `out`, so that no other run is
     lost. Raises ConfigError if the folder holds a run of another type, or a run that the new one reads, and CacheError
-    as `check_folder` does. `sources`: the runs that the new one reads, each given as its folder or as a file in it."""
+    as `check_folder` does. `out`: None for a new folder in runs/. `sources`: the runs that the new one reads, each
+    given as its folder or as a file in it."""
+    check_folder(Path(out or RUNS))
     if out is None:
         return
     config, before = Path(out) / "config.json", "of unknown type"

@@ -38,7 +38,7 @@ DONE = b"[DONE]"
 ROUNDS_OF_REQUESTS = 4
 """Minimum number of requests in a closed loop, per request in flight."""
 WARM_UP_REQUESTS = 8
-"""Most requests that are sent to a contender before it is measured."""
+"""Number of requests that are sent to a contender before it is measured, if no more are measured at a time."""
 OPEN_SECONDS = 10.0
 """Minimum duration of an open loop, in seconds."""
 
@@ -214,7 +214,8 @@ class ServingBench:
     def _warm_up(self, contender: Contender) -> None:
         """Send the first requests for short answers, at no rate: a whole pass would take as long as it measures."""
         load = self.loads[0]
-        requests = self._requests(contender, min(self.num_requests(load), WARM_UP_REQUESTS), WARM_UP_TOKENS)
+        number = min(self.num_requests(load), max(WARM_UP_REQUESTS, load.concurrency or 0))
+        requests = self._requests(contender, number, WARM_UP_TOKENS)
         send_all(contender.client, requests, load.concurrency or len(requests), None, ignore)
 
     def _requests(self, contender: Contender, count: int, max_tokens: int) -> list[tuple[str, bytes]]:

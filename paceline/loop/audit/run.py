@@ -32,7 +32,7 @@ from paceline.model.text.tokenizer import Tokenizer
 from paceline.net.served_model import served_name
 from paceline.net.streaming import Client
 from paceline.report.tables import SILENT, Progress
-from paceline.runs.folder import RUNS, RunFolder, check_own
+from paceline.runs.folder import RunFolder, check_own
 
 SEEDED, REPEATED, STOPPED, COMPARED = 48, 8, 4, 8
 """Numbers of: answers with a seed, seeds with two answers, answers with a stop string, answers only to compare
@@ -204,7 +204,7 @@ def audit(
     prompts are too long. Raises ModelNotFoundError if the server does not have the model; also ModelNotFoundError,
     ModelFileError or UnsupportedModelError if `engine.model` cannot be loaded."""
     config = config or AuditConfig()
-    check_own(out or RUNS, "audit")
+    check_own(out, "audit")
     with contextlib.closing(Client(url, key, config.timeout_s, "URL")) as client:
         name = served_name(client, config.served_name)
         llm = LLM.of(replace(engine, drafter="none", max_batch=1))

@@ -29,7 +29,7 @@ from paceline.loop.evals.suite import read_suite
 from paceline.net.served_model import served_name
 from paceline.net.streaming import Client
 from paceline.report.tables import SILENT, Progress
-from paceline.runs.folder import RUNS, RunFolder, check_own, plain
+from paceline.runs.folder import RunFolder, check_own, plain
 
 JUDGE_KEY = "PACELINE_JUDGE_KEY"
 
@@ -90,7 +90,7 @@ def evaluate(
     settings. Raises DownloadError, JudgeError or SandboxError when the endpoint, the judge or the sandbox fails, and
     ModelNotFoundError, ModelFileError or UnsupportedModelError if the model cannot be loaded.
     """
-    check_own(out or RUNS, "evals", config.gate.no_worse_than)
+    check_own(out, "evals", config.gate.no_worse_than)
     suite, gate = read_suite(suite_file).first(config.limit), config.gate
     other = read_scores(gate.no_worse_than) if gate.no_worse_than else None
     refuse(

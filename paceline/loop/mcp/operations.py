@@ -211,12 +211,17 @@ class Operations:
         """Copy the drafter to a folder that no job writes; a copy from an earlier call stays, as a server may be
         reading it. Raises ConfigError if its weights are not those judged."""
         copy = self._state / "rolled-out" / str(weights)[7:23]
-        if weights is not None and weights_hash(copy) == weights:
+
+        def check(folder: Path) -> None:
+            if weights is None or weights_hash(folder) != weights:
+                raise ConfigError(f"the weights in {drafter} are not those that passed the gate: call gate again")
+
+        check(drafter)
+        if weights_hash(copy) == weights:
             return copy
         with whole_folder(copy, "free space") as scratch:
             shutil.copytree(drafter, scratch, dirs_exist_ok=True)
-            if weights is None or weights_hash(scratch) != weights:
-                raise ConfigError(f"the weights in {drafter} are not those that passed the gate: call gate again")
+            check(scratch)  # a training may have replaced them meanwhile
         return copy
 
     def _settle(self) -> None:

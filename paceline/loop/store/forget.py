@@ -170,7 +170,7 @@ def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_so
             keep.append(not is_forgotten and not has(row, pattern))
             num_odd += keep[-1] and not is_known
         if num_odd:
-            done.sources_with_it.append(f"{file}, {num_odd} rows of which hold tokens that cannot be read")
+            done.sources_with_it.append(f"{file} (rows with tokens that cannot be read, which may have it: {num_odd})")
         num_gone = len(keep) - sum(keep)
         if num_gone and in_sources:
             _rewrite(file, table.filter(pa.array(keep)))

@@ -244,6 +244,8 @@ def test_only_the_weights_that_passed_are_rolled_out(tmp_path: Path) -> None:
                 await refused(call("roll_back", why="slower"), "nothing was rolled out")
                 await refused(call("roll_out", gate=gate), "turned away before: slower")
                 await refused(call("gate", drafter=str(new), cluster="tickets"), "turned away before: slower")
+                poison(new)  # as by another training, while the copy that was turned away is still there
+                await refused(call("roll_out", gate=gate), "are not those that passed the gate")
 
         asyncio.run(main())
     assert [entry["state"] for entry in one.lineage.entries()] == ["passed", "rolled back"]
