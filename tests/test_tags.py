@@ -96,7 +96,7 @@ def test_tokenised_data_cannot_be_selected(tmp_path: Path, traces: Path) -> None
 
 
 def dry_run(folder: Path, *words: object) -> str:
-    config = [*TINY, "--out", folder, "--dry-run", *words]
+    config = ["train", *TINY[3:], "--out", folder, "--dry-run", *words]
     result = CliRunner().invoke(app, [str(word) for word in config], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())

@@ -171,9 +171,17 @@ def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
     nearest = next(path for path in (out.absolute(), *reversed(parents)) if path.exists())
     if nearest != out.absolute() and not nearest.is_dir():
         raise CacheError(f"cannot write {out}: {nearest} is a file: {remedy}")
+    _check_regular(out)
     if not os.access(nearest, os.W_OK) or nearest.resolve().is_relative_to("/proc"):
         raise CacheError(f"cannot write {out}: {nearest} may not be written to: {remedy}")
     return next((parent for parent in parents if not parent.exists()), None)
+
+
+def _check_regular(path: Path) -> None:
+    """Raises CacheError for a device, a pipe or a socket: a renamed file would take its place, for root also that of
+    /dev/null."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise CacheError(f"cannot write {path}: it is a device, a pipe or a socket: name an ordinary file")
 
 
 def check_file(out: Path, remedy: str) -> Path | None:
@@ -225,6 +233,7 @@ def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[
     CacheError if the disk cannot be written; `remedy`: advice at the end of the message."""
     from safetensors import SafetensorError
 
+    _check_regular(path)
     with reraised(CacheError, f"cannot write {path}", remedy, OSError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_leftovers(path.parent.absolute())

@@ -16,7 +16,9 @@ from safetensors.numpy import save_file
 from paceline.errors import CacheError, ConfigError
 from paceline.runs.folder import (
     RunFolder,
+    check_file,
     check_own,
+    check_place,
     plain,
     sync_folder,
     whole_file,
@@ -130,6 +132,15 @@ def test_writes_are_whole_and_leave_nothing_behind(tmp_path: Path) -> None:
     run.write("report.md", "# two\n")
     assert (run.path / "report.md").read_text() == "# two\n"
     assert sorted(file.name for file in run.path.iterdir()) == ["command.txt", "config.json", "report.md"]
+
+
+def test_a_device_or_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """For root, /dev/null became an ordinary file."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for write in (lambda: write_whole(pipe, "x"), lambda: check_place(pipe), lambda: check_file(pipe, "")):
+        with pytest.raises(CacheError, match="a device, a pipe or a socket: name an ordinary file"):
+            write()
+    assert pipe.is_fifo() and [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_same_prompt_is_held_out_as_one(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_parameter_and_odd_text(tmp_path: Path) -> None:
-    odd = sequence(logit_bias={3: float("-inf"), 4: 1.5}, stop=("\ud800",), grammar=GrammarSpec("regex", "a+"))
+    odd = sequence(logit_bias={3: float("-inf"), 4: 1.5}, stop=("\0",), grammar=GrammarSpec("regex", "a+"))
     one = writer(tmp_path)
     one.offer(odd, "stop", "t\udcffg")
     one.close()

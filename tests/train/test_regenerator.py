@@ -194,7 +194,7 @@ def test_impossible_values() -> None:
     for values, error, message in [
         ({"max_tokens": 0}, ConfigError, "at least 1"),
         ({"temperatures": ()}, ConfigError, "at least one temperature"),
-        ({"temperatures": (0.5, -1.0)}, SamplingError, "temperature must be 0"),
+        ({"temperatures": (0.5, -1.0)}, SamplingError, "temperature must be between 0"),
         ({"temperatures": (0.5, 0.5)}, ConfigError, "temperatures must differ"),
         ({"seed": -1}, SamplingError, "seed must be"),
     ]:

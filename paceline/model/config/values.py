@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, TypeGuard
 
 from paceline.errors import ModelFileError
 
@@ -59,7 +59,7 @@ def check_flags(values: dict[str, Any], path: Path, keys: tuple[str, ...] = FLAG
             raise ModelFileError(f"{path}: {key} must be true or false (got {short(values[key])}): correct config.json")
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
