@@ -76,24 +76,101 @@ def test_vllm_takes_weights_where_it_can_and_restarts_where_not(server: FakeServ
         opened(server, tmp_path / "old", engine="vllm", publish=restart_command(tmp_path)).load("x", tmp_path / "new")
 
 
-def test_an_update_is_finished_if_its_command_fails(server: FakeServer, tmp_path: Path) -> None:
-    """vLLM refused every later update, also that which gives the old weights back."""
-    begun = list[str]()
+class Updated(FakeServer):
+    """vLLM with a weight-transfer engine. `away`: numbers of FINISH requests, from 1, without an answer of use."""
 
-    def vllm(method: str, path: str, body: Any) -> tuple[int, str]:
-        if path == "/start_draft_weight_update" and begun:
-            return 500, "start_weight_update called while a weight update is already active"
-        begun[:] = [path] if path == "/start_draft_weight_update" else []
-        return 200, "{}"
+    def __init__(self, away: tuple[int, ...] = (), is_lost: bool = False) -> None:
+        super().__init__()
+        self.away, self.is_lost, self.is_updating, self.num_finish = away, is_lost, False, 0
 
-    server.answer = vllm
-    (tmp_path / "publish.sh").write_text(
-        "test ${PACELINE_DRAFTER##*/} = old || { echo no route to host >&2; exit 1; }\n"
-    )
-    deployment = opened(server, tmp_path / "old", engine="vllm", publish=f"bash {tmp_path / 'publish.sh'}")
-    with pytest.raises(DeployError, match="no route to host"):
-        deployment.load("tickets", tmp_path / "new")
-    assert not begun and not deployment.undo and deployment.members() == {"drafter": str(tmp_path / "old")}
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, str]:
+        if path == restarted.FINISH:
+            self.num_finish += 1
+            is_away = self.num_finish in self.away
+            if is_away and not self.is_lost:
+                return 503, ""
+            if not self.is_updating:
+                return 500, "finish_weight_update called without a matching start_weight_update."
+            self.is_updating = False
+            return (503 if is_away else 200), "{}"
+        if path == restarted.START:
+            if self.is_updating:
+                return 500, "start_weight_update called while a weight update is already active"
+            self.is_updating = True
+        return super().answer(method, path, body)
+
+
+class TestPublish:
+    """vLLM refused every later update if one was not finished, also that which gives the old weights back."""
+
+    def publishing(self, server: FakeServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
+        monkeypatch.setattr(restarted, "POLL_S", 0.01)
+        script = folder / "publish.sh"
+        script.write_text("test ${PACELINE_DRAFTER##*/} != bad || { echo no route to host >&2; exit 1; }\n")
+        return opened(server, folder / "old", engine="vllm", publish=f"bash {script}")
+
+    @pytest.mark.parametrize("away", [(), (1,), (1, 2, 3)])
+    def test_an_update_is_finished_if_its_command_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: tuple[int, ...]
+    ) -> None:
+        with serving(server := Updated(away)):
+            deployment = self.publishing(server, tmp_path, monkeypatch)
+            with pytest.raises(DeployError, match="no route to host"):
+                deployment.load("tickets", tmp_path / "bad")
+            assert not server.is_updating and not deployment.undo
+            assert deployment.members() == {"drafter": str(tmp_path / "old")}
+
+    @pytest.mark.parametrize("is_lost", [False, True])
+    def test_a_request_to_finish_is_repeated(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+    ) -> None:
+        with serving(server := Updated((1, 2), is_lost)):
+            deployment = self.publishing(server, tmp_path, monkeypatch)
+            deployment.load("tickets", tmp_path / "new")
+            assert not server.is_updating
+            assert deployment.members() == {"drafter": str(tmp_path / "new")}
+
+    @pytest.mark.parametrize("is_lost", [False, True])
+    def test_a_load_is_repeated_after_a_server_was_away(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+    ) -> None:
+        with serving(server := Updated((1,), is_lost)):
+            deployment = self.publishing(server, tmp_path, monkeypatch)
+            with monkeypatch.context() as patch:
+                patch.setattr(restarted, "FINISH_TRIES", 1)
+                with pytest.raises(UnreachableError, match="503"):
+                    deployment.load("tickets", tmp_path / "new")
+            server.away = ()
+            deployment.load("tickets", tmp_path / "new")
+            assert not server.is_updating
+            assert deployment.members() == {"drafter": str(tmp_path / "new")}
+
+    def test_a_load_is_repeated_after_the_answer_to_its_start_was_lost(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with serving(server := Updated()):
+            deployment = self.publishing(server, tmp_path, monkeypatch)
+            server.loses.add(restarted.START)
+            with pytest.raises(UnreachableError, match="does not answer"):
+                deployment.load("tickets", tmp_path / "new")
+            assert server.is_updating
+            server.loses.clear()
+            deployment.load("tickets", tmp_path / "new")
+            assert not server.is_updating and deployment.members() == {"drafter": str(tmp_path / "new")}
+
+    @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+    def test_an_update_is_finished_if_the_daemon_is_stopped(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
+    ) -> None:
+        def stopped(*_: Any, **options: Any) -> None:
+            raise stop
+
+        with serving(server := Updated()):
+            deployment = self.publishing(server, tmp_path, monkeypatch)
+            monkeypatch.setattr(restarted.subprocess, "run", stopped)
+            with pytest.raises(stop):
+                deployment.load("tickets", tmp_path / "new")
+            assert server.num_finish == 1 and not server.is_updating
 
 
 class TestHotSwap:

@@ -17,7 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.draft.eagle3.checkpoint import is_eagle3
-from paceline.errors import ConfigError, DeployError, ModelFileError, PacelineError, RejectedError, UnreachableError
+from paceline.errors import (
+    ConfigError,
+    DeployError,
+    DownloadError,
+    ModelFileError,
+    PacelineError,
+    RejectedError,
+    UnreachableError,
+)
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import Counts, answer_of, ask, is_up, is_well
 from paceline.loop.adapt.servers.deployment import Deployment
@@ -32,6 +40,7 @@ WEIGHTS_PATH = "/paceline/draft-weights"
 """Route that `paceline.interop.draft_weights` adds to vLLM."""
 START, FINISH = "/start_draft_weight_update", "/finish_weight_update"
 """Routes of vLLM before and after `publish`. An update that was begun must be finished before the next one."""
+FINISH_TRIES = 3
 HOT_SWAP = (
     "start vLLM with --worker-extension-cls paceline.interop.draft_weights.DraftWeights and --middleware "
     "paceline.interop.draft_weights.DraftWeightsRoute, or give --restart in place of --hot-swap"
@@ -189,6 +198,8 @@ class VllmServers(_Restarted):
         """Address -> folder that the server reported last."""
         self._engine_folders = dict[Path, Path]()
         """Drafter -> its folder in vLLM's format."""
+        self._updating = set[str]()
+        """Addresses of servers with an update that was begun and is not known to be finished."""
 
     def members(self) -> dict[str, str]:
         members = super().members()
@@ -236,13 +247,30 @@ class VllmServers(_Restarted):
         if self.config.publish is not None:
             try:
                 self._command(self.config.publish, client, folder)
-            except DeployError:
-                with contextlib.suppress(RejectedError):  # the first error says more
-                    answer_of(client, "POST", FINISH)  # else the server refuses every later update
+            except BaseException:  # also if the daemon is stopped: else the server refuses every later update
+                with contextlib.suppress(DownloadError):  # the first error says more
+                    self._finish(client)
                 raise
-            answer_of(client, "POST", FINISH)
+            self._finish(client)
         if not is_well(client):
             raise DeployError(f"{client.url} is not well with the weights of {folder}")
+
+    def _finish(self, client: Client) -> None:
+        """Finish an update of the draft weights. A request without an answer is repeated: if the server refuses the
+        repetition, the first request has finished the update."""
+        for number in range(1, FINISH_TRIES + 1):
+            try:
+                answer_of(client, "POST", FINISH)
+                break
+            except UnreachableError:
+                if number == FINISH_TRIES:
+                    raise
+                time.sleep(POLL_S)
+            except RejectedError:
+                if number == 1:
+                    raise
+                break
+        self._updating.discard(client.url)
 
     def holds(self, name: str, drafter: str) -> bool:
         if not self.config.hot_swap:
@@ -263,8 +291,13 @@ class VllmServers(_Restarted):
             if self.config.hot_swap:
                 ask(client, "POST", WEIGHTS_PATH, {"folder": str(folder.absolute())})
             else:
+                if client.url in self._updating:
+                    with contextlib.suppress(DownloadError):  # refused if it was finished, and its answer lost
+                        answer_of(client, "POST", FINISH)
+                self._updating.add(client.url)
                 answer_of(client, "POST", START)
         except RejectedError as error:  # the server has compared shapes, not judged the drafter
+            self._updating.discard(client.url)
             if self.config.restart is None:
                 raise DeployError(f"{error}; --restart would start the server again with it") from error
             log.warning("%s: it is restarted", error)
