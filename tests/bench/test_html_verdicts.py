@@ -127,10 +127,13 @@ def test_a_verdict_on_training(tmp_path: Path, lines: list[Line], sentence: str)
 def test_a_training_that_learned_nothing_gets_advice_that_its_command_takes(
     tmp_path: Path, settings: dict[str, Any], advice: str
 ) -> None:
-    """--first-layers was advised next to --init, which refuses it."""
+    """--first-layers was advised next to --init, and for a target whose layers cannot be copied: both are refused."""
     run = folder(tmp_path / "run", [{**step(1), "unigram_entropy": 1.9}, check(1)])
     (run / "config.json").write_text(json.dumps({"what": "train", "target": "m", "versions": {}, **settings}))
+    (run / "plan.json").write_text(json.dumps({"is_copyable": True}))
     assert advice in verdict_of(run)
+    (run / "plan.json").write_text(json.dumps({"is_copyable": False}))
+    assert "more blocks (--minutes), another --lr." in verdict_of(run)
 
 
 def test_a_training_ends_with_expected_and_got_and_keeps_the_better_drafter(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_small_target_on_a_processor(tmp_path: Path) -> None:
     low, high = plan.expected["interval"]
     assert f"a guess: {low:.2f} to {high:.2f} by " in plan.text and low < plan.expected["tokens_per_round"] < high
     assert plan.data.prompts == 200 and plan.data.is_known
-    json.dumps(plan.as_json())
+    assert json.loads(json.dumps(plan.as_json()))["is_copyable"]
 
 
 def test_experts_count_as_far_as_they_are_active(tmp_path: Path) -> None:
@@ -86,6 +86,7 @@ def test_experts_count_as_far_as_they_are_active(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(dense | sizes | heads))
     plan = make_plan(train_config(tmp_path, str(folder / "config.json")), "8x H100")
     assert plan.machine == "8 x H100" and plan.config.shape.block_size == 16 and not plan.config.shape.is_copied
+    assert not plan.is_copyable
     assert plan.sizes.hidden_size == 2048 and plan.share_of_pass < MOST_SHARE
     one = make_plan(train_config(tmp_path, str(folder)), "H100")
     assert one.hours["answers"] == pytest.approx(8 * plan.hours["answers"])

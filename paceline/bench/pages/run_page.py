@@ -254,8 +254,9 @@ def training_verdict(run: RunData) -> str:
     values = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
     values["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)
     shape = run.config.get("shape") or {}
+    is_new = run.config.get("init") is None and shape.get("start", "random") == "random"
     is_block = shape.get("kind", "dflash") not in ("eagle3", "mtp")
-    values["can_copy"] = run.config.get("init") is None and is_block and shape.get("start", "random") == "random"
+    values["can_copy"] = is_new and is_block and run.plan.get("is_copyable", False)
     return render(
         "train_verdict.txt", run=run, expected=run.plan.get("expected") or {}, good=GOOD_TRAINING, **values
     ).strip()

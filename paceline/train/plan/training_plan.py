@@ -62,6 +62,8 @@ class Plan:
 
     target: str
     target_source: str
+    is_copyable: bool
+    """True if draft layers can begin as copies of the target's layers."""
     machine: str
     config: TrainConfig
     sizes: Sizes
@@ -139,6 +141,7 @@ def make_plan(config: TrainConfig, device_name: Device = None, *, reads_answers:
     return Plan(
         target=target.name,
         target_source=target.source,
+        is_copyable=target.is_copyable,
         machine=machine.title,
         config=config,
         sizes=sizes,
