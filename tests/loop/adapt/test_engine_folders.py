@@ -87,10 +87,11 @@ class TestFolders:
             with pytest.raises(Killed):
                 folders.given(drafter)
         assert not any((tmp_path / "engine").iterdir())
-        unfinished = tmp_path / "engine" / "vllm-0.part"
-        unfinished.mkdir()  # as SIGKILL leaves it
+        for name in (".vllm-0.part", ".vllm-0.before", "unfinished-0"):  # as SIGKILL leaves them, now and before
+            (tmp_path / "engine" / name).mkdir()
         given = folders_of(target, tmp_path).given(drafter)
-        assert not unfinished.exists() and read_stored(given.folder).form == "speculators"
+        assert [*(tmp_path / "engine").iterdir()] == [given.folder.parent]
+        assert read_stored(given.folder).form == "speculators"
 
     def test_other_settings_get_another_folder(self, target: Path, drafter: Path, tmp_path: Path) -> None:
         first = folders_of(target, tmp_path).given(drafter)

@@ -64,8 +64,9 @@ class EngineFolders:
 
     def __post_init__(self) -> None:
         self._start("")  # refuses a target that the engine cannot read
-        for unfinished in self.folder.glob("*.part"):
-            shutil.rmtree(unfinished)
+        for pattern in ("*.part", "*.before", "unfinished-*"):  # the last: of earlier versions
+            for unfinished in self.folder.glob(pattern):
+                shutil.rmtree(unfinished)
 
     def given(self, drafter: Path) -> Given:
         """Returns a drafter in a folder that the engine can read: its own folder, or a converted copy, which is written
