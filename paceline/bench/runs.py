@@ -32,7 +32,7 @@ from paceline.model.backends import form_of
 from paceline.model.checkpoint import config_json
 from paceline.report.pages import markdown
 from paceline.report.tables import SILENT, Column, Progress, Table
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RunFolder, check_own
 from paceline.simulate.costs.model_config import shape_of
 
 DISTURBED = 0.15
@@ -53,9 +53,10 @@ def bench_decode(
     check_drafts(engine, config.num_drafted)
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     settings = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
-    run = RunFolder.create("bench-decode", settings, out)
+    check_own(out, "bench-decode")
     llm, machine = loaded(replace(engine, max_batch=max(config.batches)), progress)
     bench = Bench(llm, prompt_list, config, notice=progress.say)
+    run = RunFolder.create("bench-decode", settings, out)
     with progress.bar("decoding", bench.num_answers) as advance:
         bench.run(
             on_answer=lambda setting: advance(str(setting)),
@@ -78,10 +79,12 @@ def bench_mock(
     """Measure decoding speed with mocked acceptance: a set number of drafts is accepted, whatever their tokens. Each
     speed is compared with the roofline model's prediction. Writes a report into the run folder and returns the figures;
     "run" is the folder's path."""
-    run = RunFolder.create("bench-decode", {"llm": engine, "mock": config}, out)
+    check_own(out, "bench-decode")
+    settings = {"llm": engine, "mock": config}
     engine = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(engine, progress)
     bench = MockBench(llm, config, shape_of(config_json(resolve(engine.model)), engine.model), machine)
+    run = RunFolder.create("bench-decode", settings, out)
     with progress.bar("decoding", (config.repeat + 1) * len(config.settings)) as advance:
         bench.run(advance)
     line = bench.as_line()
@@ -106,10 +109,11 @@ def bench_steps(
     """Measure the seconds of a round's verification, drafting and remaining work (host), for each batch size and number
     of verified positions per row. Writes steps.json and a report into the run folder, and returns the figures; "run" is
     the folder's path."""
-    run = RunFolder.create("bench-steps", {"llm": engine, "steps": config, "drafter": engine.drafter}, out)
+    check_own(out, "bench-steps")
     sized = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(sized, progress)
     bench = StepBench(llm, config, engine.drafter)
+    run = RunFolder.create("bench-steps", {"llm": engine, "steps": config, "drafter": engine.drafter}, out)
     with progress.bar("measuring", (config.repeat + 1) * len(config.batches)) as advance:
         bench.run(advance)
     steps = bench.as_json(machine, config_json(resolve(engine.model)))
@@ -145,9 +149,10 @@ def bench_lossy(
     """Measure plain decoding, lossless speculation and each lossy rule, alternately, on each task. Writes a report into
     the run folder and returns the figures; "run" is the folder's path."""
     check_drafts(engine)
-    run = RunFolder.create("bench-lossy", {"llm": engine, "lossy": config}, out)
+    check_own(out, "bench-lossy")
     llm, machine = loaded(replace(engine, max_batch=1), progress, allow_lossy=True)
     bench = LossyBench(llm, engine.drafter, config)
+    run = RunFolder.create("bench-lossy", {"llm": engine, "lossy": config}, out)
     with progress.bar("decoding", config.repeat * len(bench.rules) * len(bench.tasks)) as advance:
         bench.run(advance)
     line = {**lossy_line(bench), **described(llm), "machine": machine}

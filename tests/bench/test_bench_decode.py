@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,13 +14,14 @@ from benched import FakeLLM, make_drafter
 from doubles import FakeTarget, ScriptedDrafter
 
 from paceline.bench import decode, runs
-from paceline.bench.config import BenchConfig
+from paceline.bench.config import BenchConfig, LossyConfig, MockConfig, StepsConfig
 from paceline.bench.decode import Bench, as_line, differences, speedup_over
 from paceline.bench.drafting import drafting, sources_table
 from paceline.bench.pages.run_page import page, read_run, verdict_on
 from paceline.bench.passes import Answer, Pass, Request, make_requests, run_pass
+from paceline.config import EngineConfig
 from paceline.data.prompts import Prompt
-from paceline.errors import ConfigError, ContextLengthError, SamplingError
+from paceline.errors import ConfigError, ContextLengthError, ModelNotFoundError, SamplingError
 from paceline.hardware import Machine
 from paceline.report.statistics import bootstrap, first_difference, ratio_of_sums, repetition
 from paceline.runs.folder import RunFolder
@@ -247,3 +249,26 @@ def test_without_matplotlib_the_page_is_left_out_and_said_so(tmp_path: Path, mon
         runs.write_run(run, benchmark, MACHINE, as_line(benchmark, MACHINE)) or ""
     )
     assert (run.path / "report.md").exists() and not (run.path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("measure", "config", "what"),
+    [
+        (runs.bench_decode, BenchConfig(), "bench-decode"),
+        (runs.bench_mock, MockConfig(), "bench-decode"),
+        (runs.bench_steps, StepsConfig(), "bench-steps"),
+        (runs.bench_lossy, LossyConfig(("gsm8k=x.jsonl",)), "bench-lossy"),
+    ],
+)
+def test_a_run_stays_until_the_model_of_the_next_one_is_loaded(
+    tmp_path: Path, measure: Callable[..., Any], config: Any, what: str
+) -> None:
+    """A mistyped --model deleted the results of the run before."""
+    run = RunFolder.create(what, {"llm": "good"}, tmp_path / "run")
+    run.results({"speedup": 2.0})
+    before = {file.name: file.read_text() for file in run.path.iterdir()}
+    with pytest.raises(ModelNotFoundError, match="typo"):
+        measure(EngineConfig(model="./typo"), config, out=run.path)
+    assert {file.name: file.read_text() for file in run.path.iterdir()} == before and "results.json" in before
+    with pytest.raises(ConfigError, match="folder of another run .train."):
+        measure(EngineConfig(model="./typo"), config, out=RunFolder.create("train", {}, tmp_path / "other").path)

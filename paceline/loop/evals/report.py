@@ -71,7 +71,6 @@ def write_report(
     """
     last = scores[-1]
     lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in comparisons]}
-    run.results({**lines, "refusals": list(refusals), "passed": not refusals})
     verdict = sentence(last, comparisons, refusals)
     figures, pairs = Table(FIGURES, list(scores)), Table(PAIRS, list(comparisons))
     compared: list[pages.Block] = [pairs] if comparisons else []
@@ -87,6 +86,7 @@ def write_report(
         texts=[(f"{case.id}: {case.score:.2f} {case.why[0]}", case.texts[0][:LONGEST]) for case in worst],
         settings=flat(settings),
     )
+    run.results({**lines, "refusals": list(refusals), "passed": not refusals})  # last: then the run is finished
     for table in (figures, pairs) if comparisons else (figures,):
         progress.table(table)
     for text in filter(None, (verdict, notice, f"report: {run.path / 'report.html'}")):

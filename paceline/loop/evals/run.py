@@ -123,7 +123,7 @@ def evaluate(
     check = compare(alone_scores, scores) if alone_scores else None
     refusals = gate.refusals(scores, comparison) + (Gate(same_text=True).refusals(scores, check) if check else [])
     run = RunFolder.create("evals", settings, out)
-    scores.write(run.path / "scores.json")  # first: a run with results.json is finished
+    scores.write(run.path / "scores.json")
     write_report([scores], [each for each in (comparison, check) if each], refusals, settings, run, progress)
     return Evaluated(scores, run, refusals, comparison, check)
 

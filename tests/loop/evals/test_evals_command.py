@@ -15,6 +15,7 @@ from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.loop.evals import run
 from paceline.loop.evals.scores import read_scores
+from paceline.report import pages
 
 pytestmark = pytest.mark.slow
 
@@ -56,16 +57,16 @@ def test_from_a_model_to_a_store_to_a_suite_to_a_gate(tmp_path: Path) -> None:
 
 
 def test_a_run_with_results_has_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill between the two files left a run that looked finished and could not be compared with."""
+    """A kill between its files left a run that looked finished, without a report or with nothing to compare with."""
     file, engine = suite().write(tmp_path / "s.jsonl"), EngineConfig(drafter="none")
     monkeypatch.setattr(run, "_answerer", lambda *_: Says(["0", "1", "2", "4"]))
     run.evaluate(file, engine, run.EvalSettings(), out=tmp_path / "a")
     assert (tmp_path / "a" / "results.json").exists() and read_scores(tmp_path / "a").mean == 0.75
 
-    def killed(*_: object) -> None:
+    def killed(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "write_report", killed)
+    monkeypatch.setattr(pages, "write_report", killed)
     monkeypatch.setattr(run, "_answerer", lambda *_: Says(["0", "1", "3", "4"]))
     with pytest.raises(KeyboardInterrupt):
         run.evaluate(file, engine, run.EvalSettings(), out=tmp_path / "a")
