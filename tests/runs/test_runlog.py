@@ -109,6 +109,8 @@ def test_another_runs_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> Non
             check_own(tmp_path / "." / "run", "train", source)
     check_own(tmp_path / "other", "train", run.path)
     check_own(None, "train", run.path)
+    with pytest.raises(CacheError, match="a.html is named as a file, and a run needs a folder: give --out .*/a$"):
+        check_own(tmp_path / "a.html", "train")
 
 
 def test_a_run_continued_after_a_crash_drops_the_cut_line(tmp_path: Path) -> None:
