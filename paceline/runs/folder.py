@@ -35,6 +35,8 @@ from paceline.hardware import processor
 PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
 """Packages whose versions are recorded with results: they affect speed or output."""
 REMEDY = "choose another folder with --out"
+RESUME = "free space and run the same command again"
+"""Advice on a full disk for a command that resumes its run."""
 RUNS = Path("runs")
 """Folder of the run folders that get a name of their own."""
 SCRATCH = re.compile(r".+\.[0-9a-f]{16}\.part")
@@ -255,23 +257,40 @@ def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[
 @contextlib.contextmanager
 def whole_folder(folder: Path, remedy: str = REMEDY) -> Iterator[Path]:
     """Context manager to write a folder so that it is complete or absent: yields a new temporary folder with all
-    permissions that the umask allows. At the end of the block it is synced to the disk and replaces `folder`; on an
-    error it is deleted. Only one process may write `folder` at a time. Raises CacheError if the disk cannot be written;
-    `remedy`: advice at the end of the message."""
+    permissions that the umask allows. At the end of the block it is synced to the disk and replaces `folder`, or the
+    folder that this links to; on an error it is deleted, and `folder` stays as it was. Only one process may write
+    `folder` at a time. Raises CacheError if the disk cannot be written; `remedy`: advice at the end of the message."""
     from safetensors import SafetensorError
 
-    scratch = folder.with_name(f".{folder.name}.part")
     with reraised(CacheError, f"cannot write {folder}", remedy, OSError, SafetensorError):
+        folder = folder.resolve()
+        scratch, before = (folder.with_name(f".{folder.name}.{end}") for end in ("part", "before"))
         shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
+        if before.is_dir() and not folder.exists():  # a process was killed while it replaced this folder
+            before.rename(folder)
         try:
             scratch.mkdir(parents=True)
             yield scratch
             sync_folder(scratch)
-            shutil.rmtree(folder, ignore_errors=True)
-            scratch.rename(folder)
+            _replace_folder(folder, scratch, before)
             sync(folder.parent)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replace_folder(folder: Path, new: Path, before: Path) -> None:
+    """Rename the folder `new` to `folder`. An old one is moved to `before` until then, since it may be impossible to
+    delete all of it."""
+    shutil.rmtree(before, ignore_errors=True)
+    if is_old := folder.is_dir():
+        folder.rename(before)
+    try:
+        new.rename(folder)
+    except OSError:
+        if is_old:
+            before.rename(folder)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
 
 
 @functools.lru_cache(maxsize=1024)

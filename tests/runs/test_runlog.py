@@ -162,6 +162,49 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o777 & ~umask
 
 
+def write_folder(folder: Path, text: str) -> None:
+    with whole_folder(folder) as scratch:
+        (scratch / "file").write_text(text)
+
+
+def test_an_old_folder_stays_if_it_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was deleted in part before, and the new one deleted, too."""
+    folder, rename = tmp_path / "one", Path.rename
+    write_folder(folder, "first")
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == ".one.part":
+            raise OSError(18, "Invalid cross-device link")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        with pytest.raises(CacheError, match="cannot write .*one .*cross-device"):
+            write_folder(folder, "second")
+    assert [path.name for path in tmp_path.iterdir()] == ["one"] and (folder / "file").read_text() == "first"
+    with monkeypatch.context() as patch:  # nothing of the old one can be deleted
+        patch.setattr("paceline.runs.folder.shutil.rmtree", lambda *_, **options: None)
+        write_folder(folder, "second")
+    assert (folder / "file").read_text() == "second" and (tmp_path / ".one.before" / "file").read_text() == "first"
+    write_folder(folder, "third")
+    folder.rename(tmp_path / ".one.before")  # as a kill between the two renames leaves it
+    with pytest.raises(KeyError), whole_folder(folder):
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["one"] and (folder / "file").read_text() == "third"
+
+
+def test_a_folder_is_written_through_a_link_and_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to another disk could not be replaced, and `--out .` ended in a traceback."""
+    for name in ("real", "run", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / "answers").symlink_to(tmp_path / "real")
+    write_folder(tmp_path / "run" / "answers", "new")
+    assert (tmp_path / "run" / "answers").is_symlink() and (tmp_path / "real" / "file").read_text() == "new"
+    monkeypatch.chdir(tmp_path / "empty")
+    write_folder(Path(), "here")
+    assert (tmp_path / "empty" / "file").read_text() == "here"
+
+
 def test_unwritable_folders_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="choose another folder with --out"):

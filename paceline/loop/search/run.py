@@ -28,7 +28,7 @@ from paceline.loop.search.space import Space
 from paceline.loop.search.trials import Measured, Trials, winner_of
 from paceline.report.pages import Plot, Series, curves, write_report
 from paceline.report.tables import SILENT, Column, Progress, Table, flat, with_interval
-from paceline.runs.folder import RunFolder, plain, whole_folder
+from paceline.runs.folder import RESUME, RunFolder, plain, whole_folder
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import stopped_by_signal
@@ -126,7 +126,7 @@ class _Search:
         if not out.is_dir():
             keys = self._held_out(sources)
             held_out = [each for each in answers_of(sources, Dropped()) if f"{each.key}/{each.turn}" in keys]
-            with whole_folder(out) as scratch:
+            with whole_folder(out, RESUME) as scratch:
                 AnswerShards(scratch).write(held_out)
         heldout = sorted(read_corpus([out], 10**6, 0.0).train, key=lambda document: document.prompt)
         prompts = {document.prompt for document in heldout}
@@ -134,7 +134,7 @@ class _Search:
         for source, folder in zip(sources, folders, strict=True):
             if not folder.is_dir():
                 usable = [each for each in answers_of([source], Dropped()) if prompt_of(each.key) not in prompts]
-                with whole_folder(folder) as scratch:
+                with whole_folder(folder, RESUME) as scratch:
                     AnswerShards(scratch).write(usable)
         return folders, heldout
 
@@ -188,7 +188,7 @@ class _Search:
             folders = [trials.folder(each) / "drafter" for each in (winner.number, 0)]
             judged = rate(self.config, folders[0], self.judged_on, folders[1])
             number = winner.number if (judged.interval[0] or 0.0) > 1.0 else 0
-        with whole_folder(self.folder.path / "drafter") as scratch:
+        with whole_folder(self.folder.path / "drafter", RESUME) as scratch:
             shutil.copytree(trials.folder(number) / "drafter", scratch, dirs_exist_ok=True)
         training = space.config(trials.settings(number), self.folder.path, self.config.rung_minutes[-1])
         write_run_file(self._again(training))

@@ -34,7 +34,7 @@ from paceline.loop.synthesize.template_slots import TemplateSlots
 from paceline.model.text.tools import CLOSE, OPEN, call_schema, json_or
 from paceline.report.statistics import num_common
 from paceline.report.tables import Progress
-from paceline.runs.folder import whole_folder
+from paceline.runs.folder import RESUME, whole_folder
 from paceline.train.answers.regenerate import Regenerator, prepared
 from paceline.train.answers.self_written import read_openers
 from paceline.train.config import RegenerateConfig
@@ -211,7 +211,8 @@ def _is_steered(answer: Answer) -> bool:
 def _accept(
     form: Form, raw: AnswerShards, done: Synthesized, max_overlap: float
 ) -> tuple[Coverage | None, Counter[str]]:
-    """Write the accepted answers, replacing those of an earlier run; returns their coverage and the rejected counts."""
+    """Write the accepted answers, if any, replacing those of an earlier run; returns their coverage and the rejected
+    counts."""
     coverage = Coverage(form.schema) if form.schema else None
     near, exact = Near(max_overlap, common_pieces([])), set[tuple[int, ...]]()
     accepted, rejected = list[Answer](), Counter[str]()
@@ -232,9 +233,10 @@ def _accept(
         if coverage:
             coverage.add(value)
         accepted.append(answer)
-    with whole_folder(done.answers) as scratch:
-        shards = AnswerShards(scratch)
-        for begin in range(0, len(accepted), ROWS_PER_SHARD):
-            shards.write(accepted[begin : begin + ROWS_PER_SHARD])
+    if accepted:
+        with whole_folder(done.answers, RESUME) as scratch:
+            shards = AnswerShards(scratch)
+            for begin in range(0, len(accepted), ROWS_PER_SHARD):
+                shards.write(accepted[begin : begin + ROWS_PER_SHARD])
     done.num_answers, done.num_tokens = len(accepted), sum(len(answer.answer_ids) for answer in accepted)
     return coverage, rejected

@@ -16,7 +16,7 @@ from small_llm import tiny_model
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
 from paceline.data.prompts import digest
-from paceline.errors import ConfigError, PromptError
+from paceline.errors import CacheError, ConfigError, PromptError
 from paceline.loop.synthesize.config import SynthesizeConfig, Synthesized
 from paceline.loop.synthesize.run import Form, _accept, run
 from paceline.report.tables import Progress
@@ -229,6 +229,25 @@ def test_near_copies(tmp_path: Path) -> None:
     others = [[token + 1000 for token in text], [*text[:100], *range(5000, 5100)]]
     assert accepted(tmp_path, [text, text, changed, *others], 0.9) == [text, *others]
     assert accepted(tmp_path, [text, [*text, 1], text], 1.0) == [text, [*text, 1]]
+
+
+def test_without_an_answer_to_keep_those_of_an_earlier_run_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty folder replaced them before the error. On a full disk another --out was advised: all was lost."""
+    assert accepted(tmp_path, [[1, 2, 3], [1, 2, 3]], 0.9) == [[1, 2, 3]]
+    done = Synthesized(tmp_path / "answers")
+    raw = [Answer("0", "", 0, 0.0, [1], [5], "length", "")]
+    _, rejected = _accept(Form(None, None), cast(Any, raw), done, 0.9)
+    assert rejected.total() == 1 and done.num_answers == 0
+    assert [answer.answer_ids for answer in answers(done)] == [[1, 2, 3]]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(AnswerShards, "write", full)
+    with pytest.raises(CacheError, match="No space left.*: free space and run the same command again"):
+        accepted(tmp_path, [[4, 5, 6]], 0.9)
 
 
 def accepted(folder: Path, texts: list[list[int]], max_overlap: float) -> list[list[int]]:

@@ -247,8 +247,11 @@ def test_unusable_rows_are_left_out_unless_it_is_strict(tmp_path: Path, strict: 
     assert len(lines) == 1 and lines[0].startswith("1 rows left out") and "without token ids" in lines[0]
 
 
-def test_a_resumed_search_has_the_same_held_out_prompts_when_traces_have_changed(tmp_path: Path) -> None:
-    """They were chosen anew from the traces there are: other prompts, of which trials may have learned some."""
+def test_a_resumed_search_has_the_same_held_out_prompts_when_traces_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were chosen anew from the traces there are: other prompts, of which trials may have learned some. On a full
+    disk another --out was advised, as if nothing could be resumed."""
 
     def traces(numbers: range) -> None:
         shutil.rmtree(tmp_path / "traces", ignore_errors=True)
@@ -261,6 +264,10 @@ def test_a_resumed_search_has_the_same_held_out_prompts_when_traces_have_changed
         return [document.prompt for document in heldout], {answer.key for answer in AnswerShards(folder)}
 
     traces(range(20))
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerShards, "write", raising(OSError(28, "No space left on device")))
+        with pytest.raises(CacheError, match="No space left.*: free space and run the same command again"):
+            split()
     heldout, learned = split()
     assert len(heldout) == 6 and learned == {f"{n}@0" for n in range(20)} - {f"{prompt}@0" for prompt in heldout}
     traces(range(15, 60))
