@@ -10,6 +10,7 @@ gate         runs/x/candidate/            the student in its output formats, mea
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.bounds import refuse_unused
 from paceline.engine.llm import LLM
-from paceline.errors import CacheError, ConfigError, reraised
+from paceline.errors import CacheError, ConfigError, ModelFileError, reraised
 from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
 from paceline.loop.distill.corpus import corpus_of
@@ -94,6 +96,8 @@ class _Stages:
     ) -> None:
         self.config, self.judges, self.progress, self.stop, self.teach = config, judges, progress, stop, teach
         self.teacher = resolve(config.teacher.model)
+        where = "without a GGUF file, which --gguf auto writes only for a teacher in one, without --student"
+        refuse_unused(config.files, self._gguf_format != "none", where, "embedding_format")
 
     def run(self) -> DistillResult:
         folder = self._open()
@@ -128,10 +132,25 @@ class _Stages:
             settings["teaching"].pop(name)
         for part in ("out", "gate"):
             settings.pop(part)
+        self._keep_unused(settings)
         folder = opened_run(self.config.out, "distill", settings)
         if (before := self._before(ACCEPTED)).is_dir() and not (self.config.out / ACCEPTED).exists():
             before.rename(self.config.out / ACCEPTED)  # the run was killed while it replaced this student
         return folder
+
+    def _keep_unused(self, settings: dict[str, Any]) -> None:
+        """Sets settings without effect to the values in the resumed run, as earlier versions accepted others than the
+        default."""
+        config, stored = self.config, None
+        with contextlib.suppress(ModelFileError):  # missing in a new run; `opened_run` reports a damaged one
+            stored = checkpoint.read_json(config.out / "config.json").get("distill")
+        for part, name, is_used in (
+            ("teaching", "beta", config.teaching.method == "gkd"),
+            ("student", "choice", not (config.student.keep_layers or config.student.student)),
+            ("files", "embedding_format", self._gguf_format != "none"),
+        ):
+            if isinstance(stored, dict) and not is_used:
+                settings[part][name] = stored.get(part, {}).get(name, settings[part][name])
 
     def _before(self, name: str) -> Path:
         """Returns the folder of an earlier student while it is replaced."""

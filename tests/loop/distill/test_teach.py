@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from dataclasses import replace
@@ -197,6 +198,24 @@ def test_a_killed_training_goes_on_to_the_same_weights(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with pytest.raises(ConfigError, match="other settings.*method"):
         distill(distill_config(taught, tmp_path / "killed", method="hard"))
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_its_settings_of_no_effect(
+    taught: tuple[Path, Path], whole: DistillResult, tmp_path: Path
+) -> None:
+    """They are refused now, so the same command could not be given, and without them the settings differed."""
+    out = tmp_path / "run"
+    shutil.copytree(whole.run, out)
+    stored = json.loads((out / "config.json").read_text())
+    stored["distill"]["teaching"]["beta"] = 0.5
+    (out / "config.json").write_text(json.dumps(stored))
+    assert distill(distill_config(taught, out)).passed
+    with pytest.raises(ConfigError, match="other settings.*beta: 0.5 there, 0.0 now"):
+        distill(distill_config(taught, out, method="gkd"))
+    files = FilesConfig(embedding_format="q4_1")
+    folder = replace(distill_config(taught, tmp_path / "new"), teacher=EngineConfig(str(out / "student")), files=files)
+    with pytest.raises(ConfigError, match="embedding_format means nothing without a GGUF file, which --gguf auto"):
+        distill(folder)
 
 
 def test_numbers_that_diverge_end_the_training(taught: tuple[Path, Path], tmp_path: Path) -> None:
