@@ -109,8 +109,9 @@ def _named(hint: Any) -> str:
 
 
 def _all_fit(values: Iterable[Any], hint: Any) -> bool:
-    """Returns True if every value is of the type `hint`, which must be no collection; checks one value of each type."""
-    return all(_fits(each, hint) for each in {type(each): each for each in values}.values())
+    """Returns True if every value is of the type `hint`; checks one value of each type, but every collection."""
+    checked = values if get_args(hint) else {type(each): each for each in values}.values()
+    return all(_fits(each, hint) for each in checked)
 
 
 def _fits(value: Any, hint: Any) -> bool:

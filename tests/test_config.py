@@ -33,6 +33,11 @@ from paceline.errors import ConfigError
         ({"threads": "2"}, "threads must be of type int or None, not '2'"),
         ({"trees": "false"}, "trees must be of type bool, not 'false'"),
         ({"mocked_survival": 0.5}, r"mocked_survival must be of type tuple\[float, ...\], not 0.5"),
+        ({"kv_memory": float("nan")}, "kv_memory must be of type int or None, not nan"),
+        (
+            {"mocked_marginals": ((0.5, "x"), (0.3, 0.2))},
+            r"mocked_marginals must be of type tuple\[tuple\[float, ...\], ...\]",
+        ),
         ({"mocked_marginals": ((0.5, "x"),)}, r"mocked_marginals must be of type tuple\[tuple\[float, ...\], ...\]"),
     ],
 )
