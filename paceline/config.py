@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 from paceline.bounds import Count, Name, Share, Whole, at_least, check_all, within
@@ -25,6 +28,15 @@ RENAMED = {"plan": "speculate: auto, full (was fixed), a number (was fixed:K), o
 """Earlier name of an engine setting -> its present name and values, for error messages."""
 Bytes = Annotated[int, "bytes", at_least(1)]
 """A number of bytes; on the command line it may be written 512M."""
+_ALSO_TAKEN: tuple[tuple[str, Any, Callable[[Any], Any]], ...] = (
+    ("model", Path, str),
+    ("drafter", Path, str),
+    ("drafter", NoneType, lambda _: NONE),
+    ("speculate", Integral, str),
+    ("kv_memory", float, lambda size: int(size) if math.isfinite(size) else size),
+    ("mocked_marginals", list | tuple, lambda rows: tuple(tuple(r) if isinstance(r, list) else r for r in rows)),
+)
+"""(setting, further type of its values, conversion to the setting's type)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +99,9 @@ class EngineConfig:
     """CPU threads [default: PyTorch's choice]."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("model", Path), ("drafter", Path), ("speculate", Integral)):
+        for name, kind, convert in _ALSO_TAKEN:
             if isinstance(value := getattr(self, name), kind):
-                object.__setattr__(self, name, str(value))
+                object.__setattr__(self, name, convert(value))
         check_all(self)
         speculation = self.speculation
         if speculation.is_off:

@@ -46,6 +46,13 @@ def test_wrong_settings_are_refused_by_name(wrong: dict[str, object], remedy: st
         EngineConfig.of(**wrong)
 
 
+def test_lists_whole_floats_and_no_drafter_are_taken() -> None:
+    given: dict[str, object] = {"mocked_marginals": [[0.5, 0.25], (0.3, 0.2)], "kv_memory": 1e9, "drafter": None}
+    config = EngineConfig.of(**given)
+    assert (config.mocked_marginals, config.kv_memory, config.drafter) == (((0.5, 0.25), (0.3, 0.2)), 10**9, "none")
+    assert type(config.kv_memory) is int
+
+
 @pytest.mark.parametrize(
     ("speculate", "drafter", "most"),
     [("auto", "mine", None), ("off", "none", None), ("0", "none", None), (3, "mine", 3)],

@@ -42,7 +42,7 @@ from paceline.plan.marginals import Marginals, MockedPlanner
 from paceline.plan.planner import AdaptivePlanner, Planner
 from paceline.plan.routes import Router
 from paceline.plan.trees import MOST_NODES
-from paceline.types import NONE, SamplingParams
+from paceline.types import SamplingParams
 from paceline.verify.rules import RULES, mocked
 
 Message = dict[str, Any]
@@ -99,7 +99,7 @@ class LLM:
         _Arguments(model, drafter, drafters, router, allow_lossy, max_tv, loaded_drafters)
         specs = {key: str(one) if isinstance(one, Path) else one for key, one in (drafters or {"": drafter}).items()}
         first = next(iter(specs.values()))
-        name = first.name if isinstance(first, Drafter) else NONE if first is None else first
+        name = first.name or type(first).__name__ if isinstance(first, Drafter) else first
         self.config = settle(EngineConfig.of(model=model, drafter=name, **settings))
         if self.config.speculation.is_off:
             drafters, specs = None, {"": None}
@@ -321,7 +321,7 @@ class LLM:
         all requests of this call.
         """
         every = _token_ids(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(every)
+        each = list(params) if isinstance(params, Iterable) and not isinstance(params, dict) else [params] * len(every)
         if len(each) != len(every):
             raise SamplingError(f"{len(each)} params for {len(every)} prompts: give one for each, or one for all")
         texts, done = [""] * len(every), dict[int, Completion]()
@@ -344,7 +344,7 @@ class LLM:
         with contextlib.closing(self._answer([(self._ids_of(prompt), params)])) as answering:
             yield from (chunk for _, chunk in answering)
 
-    def _answer(self, requests: list[tuple[list[int], SamplingParams | None]]) -> Generator[tuple[int, Chunk]]:
+    def _answer(self, requests: list[tuple[list[int], Any]]) -> Generator[tuple[int, Chunk]]:
         """Yields (index of the request, chunk) until all requests are finished; aborts the others if it ends early."""
         engine, inbox, places = self.engine, deque[Chunk](), dict[int, int]()
         try:

@@ -174,6 +174,8 @@ def test_prompts_and_params_of_the_library_are_lists_of_one_length() -> None:
     llm, params = fake_llm(byte_target()), SamplingParams(max_tokens=2)
     [answer] = llm.generate(["a"], (params,))
     assert len(answer.token_ids) == 2
+    for every in ((each for each in [params, params]), {1: params, 2: params}.values()):
+        assert [len(each.token_ids) for each in llm.generate(["a", "b"], cast(Any, every))] == [2, 2]
     for ask in (lambda: llm.generate(cast(Any, "text")), lambda: llm.generate_ids(cast(Any, [1, 2]))):
         with pytest.raises(PromptError, match="as in"):
             ask()

@@ -65,6 +65,16 @@ def test_paths_are_taken_as_their_names(model: Path) -> None:
         llm.use_drafter(cast(Any, 5))
 
 
+def test_a_drafter_of_ones_own_needs_no_name(model: Path) -> None:
+    class Mine(NgramDrafter):
+        name = ""
+
+    mine = Mine()
+    one, several = LLM(model, drafter=mine, **SETTINGS), LLM(model, drafters={"mine": Mine()}, **SETTINGS)
+    assert one.drafter is mine and one.config.drafter == several.config.drafter == "Mine"
+    assert isinstance(several.drafter, Mine) and most_verified(one) > 0
+
+
 @pytest.mark.slow
 def test_full_is_all_that_the_drafter_makes(model: Path) -> None:
     llm = LLM(str(model), drafter="random-dflash", speculate="full", num_drafted=3, **SETTINGS)
