@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 from paceline.bounds import Count, Must, Share, check_all, within
@@ -14,11 +17,17 @@ from paceline.lossy import Lossy
 GrammarKind = Literal["json_object", "json_schema", "regex"]
 LARGEST = 1e9
 """Largest temperature, bias and penalty: logits with all of them, divided by a low temperature, fit in float32."""
+_PLAIN = frozenset((int, float, bool, str, NoneType))
 _SURROGATE = re.compile("[\ud800-\udfff]")
-Text = Annotated[str, Must("valid Unicode, without lone surrogates", lambda text: not _SURROGATE.search(str(text)))]
+_UNICODE = "valid Unicode, without lone surrogates"
+Text = Annotated[str, Must(_UNICODE, lambda text: not _SURROGATE.search(text))]
 Word = Annotated[Text, Must("no empty string and not only spaces", lambda word: word.strip(" "))]
 Bias = Annotated[
-    dict[int, float], Must("numbers up to 1e9, or -inf", lambda bias: all(b <= LARGEST for b in bias.values()))
+    dict[int, float],
+    Must(
+        "numbers up to 1e9, or -inf",
+        lambda bias: all(-sys.float_info.max <= b <= LARGEST or b == -math.inf for b in bias.values()),
+    ),
 ]
 Penalty = Annotated[float, within("between -1e9 and 1e9", least=-LARGEST, most=LARGEST)]
 
@@ -38,7 +47,7 @@ class GrammarSpec:
 
 def _plain(value: Any) -> Any:
     """Returns an array, a tensor, or a number of one as Python's list or number."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    return value.tolist() if type(value) not in _PLAIN and hasattr(value, "tolist") else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,7 @@ class SamplingParams:
     """Forbidden words, as the tokens that encode them at the beginning of a text or after a space."""
     grammar: GrammarSpec | None = None
     """Grammar that the answer must follow; the model's end token ends it even with `ignore_eos`."""
-    prediction: Text | tuple[int, ...] = ()
+    prediction: str | tuple[int, ...] = ()
     """The expected answer, as text or token ids: drafts come from it as well. It does not change the answer."""
     lossy: Lossy | None = None
     """Rule that accepts drafts which the target would reject: NOT lossless. Also accepts text:
@@ -101,9 +110,12 @@ class SamplingParams:
             if isinstance(value, str) and name in ("stop", "bad_words"):
                 value = (value,)
             elif isinstance(value, Iterable) and name in ("stop", "bad_words", "stop_token_ids", "prediction"):
-                value = value if isinstance(value, str) else tuple(map(_plain, value))
+                is_plain = isinstance(value, str) or (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
+                value = value if is_plain else tuple(map(_plain, value))
             object.__setattr__(self, name, value)
         check_all(self, SamplingError)
+        if isinstance(self.prediction, str) and _SURROGATE.search(self.prediction):
+            raise SamplingError(f"prediction must be {_UNICODE}, not {self.prediction!r:.80}", "prediction")
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             raise SamplingError(message, "min_tokens")

@@ -4,14 +4,15 @@ fields."""
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import pytest
 import torch
 
-from paceline.bounds import Count, Must, Positive, Rate, Share, Whole, at_least, check, within
+from paceline.bounds import Count, Must, Positive, Rate, Share, Whole, _limits_of, at_least, check, within
 from paceline.errors import ConfigError, SamplingError
 from paceline.model.sampling.logits import penalise, target_probs
 from paceline.sampling import GrammarSpec, SamplingParams
@@ -95,6 +96,7 @@ def test_the_kind_of_error_is_the_callers() -> None:
         ({"temperature": 1e46}, "temperature must be between 0 (greedy) and 1e9, not 1e+46"),
         ({"temperature": math.nan}, "temperature must be between 0 (greedy) and 1e9, not nan"),
         ({"logit_bias": {5: 1e308}}, "logit_bias must be numbers up to 1e9, or -inf, not {5: 1e+308}"),
+        ({"logit_bias": {5: -(10**400)}}, f"logit_bias must be numbers up to 1e9, or -inf, not {{5: -1{'0' * 74}"),
         ({"presence_penalty": -1e308}, "presence_penalty must be between -1e9 and 1e9, not -1e+308"),
         ({"frequency_penalty": 1e39}, "frequency_penalty must be between -1e9 and 1e9, not 1e+39"),
         ({"repetition_penalty": 1e-46}, "repetition_penalty must be between 1e-9 and 1e9, not 1e-46"),
@@ -130,6 +132,14 @@ def test_lists_tensors_and_their_numbers_are_sampling_values() -> None:
         "temperature": 0.5, "top_p": 0.5, "seed": 3, "stop_token_ids": (4, 5), "prediction": (6, 7), "stop": ("a",)
     }  # fmt: skip
     assert type(params.seed) is int  # NumPy's 64 bits overflow in a seed's hash
+
+
+def test_token_ids_of_a_prediction_are_checked_for_their_type_only() -> None:
+    """Each of 32,000 ids was searched for surrogates, for each of a request's answers."""
+    ids = tuple(range(32_000))
+    assert SamplingParams(prediction=ids).prediction is ids and "prediction" not in _limits_of(SamplingParams)
+    assert [type(token) for token in SamplingParams(prediction=(5, cast(Any, np.int64(6)))).prediction] == [int, int]
+    assert SamplingParams(logit_bias={5: -sys.float_info.max, 6: -math.inf}).logit_bias
 
 
 def test_the_largest_sampling_values_fit_in_float32() -> None:
