@@ -98,13 +98,20 @@ def test_a_tool_without_parameters_is_called_with_an_empty_object(parameters: ob
     assert schema["properties"]["arguments"] == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-@pytest.mark.parametrize("kind", ["nope", "string", ["object", "null"]])
+@pytest.mark.parametrize("kind", ["nope", "string", ["string", "null"]])
 def test_parameters_that_are_no_object_are_refused(kind: object) -> None:
     """A type alone was replaced by the empty object, whatever it was."""
     function = {"name": "now", "parameters": {"type": kind}}
     with pytest.raises(RequestRefused, match="the parameters of tool 'now' must be of type object") as refused:
         forced_schema(request(tools=[{"function": function}], tool_choice="required"))
     assert refused.value.param == "tools"
+
+
+def test_parameters_may_be_an_object_or_null() -> None:
+    parameters = {"type": ["object", "null"], "properties": {"place": {"type": "string"}}}
+    tools = [{"function": {"name": "now", "parameters": parameters}}]
+    schema = json.loads(forced_schema(request(tools=tools, tool_choice="required")) or "")
+    assert schema["properties"]["arguments"] == parameters
 
 
 def test_deeply_nested_json_is_refused_wherever_it_stands() -> None:

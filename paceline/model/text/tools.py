@@ -70,7 +70,8 @@ def json_or(text: str, otherwise: Any) -> Any:
 def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """Schema of one tool's call. Moves its definitions to `definitions`, as `$ref` is relative to the root."""
     parameters = function.get("parameters") or {}
-    if (parameters.get("type") or "object") not in ("object", ["object"]):
+    kind = parameters.get("type") or "object"
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
         raise PromptError(f"the parameters of tool {function['name']!r:.80} must be of type object: correct its schema")
     arguments = _closed(parameters)
     for key in ("$defs", "definitions"):
