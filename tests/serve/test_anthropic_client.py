@@ -196,8 +196,8 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
         ({"tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice.name does not go with the type auto"),
         ({"tool_choice": {"type": "none", "name": "weather"}}, "tool_choice.name does not go with the type none"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: a part of type tool needs it"),
-        ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content: String should have at least 1"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: List should have at least 1"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content: a message of the user must not be"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: a message of the user must not be"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}]}, "messages[0].content[0].text: "),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content: "),
     ],
@@ -207,6 +207,17 @@ def test_what_would_be_ignored_is_refused_by_its_name(live: Live, fields: dict[s
         body = {"messages": HELLO, "tools": [WEATHER]} | ({} if "count" in path else {"max_tokens": 2}) | fields
         status, answer, _ = live.post(path, body)
         assert (status, answer["error"]["message"][: len(message)]) == (400, message)
+
+
+@pytest.mark.parametrize("empty", [[], "", [{"type": "text", "text": ""}]])
+def test_an_empty_answer_may_be_sent_back(live: Live, empty: Any) -> None:
+    """A reply whose first token ends it has no content blocks."""
+    call = {"type": "tool_use", "id": "c", "name": "weather", "input": {"place": "Oslo"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": ""}
+    for answer, more in ((empty, []), ([*empty, call], [result])):
+        turns = [*HELLO, {"role": "assistant", "content": answer}, {"role": "user", "content": more or "Go on."}]
+        status, body, _ = live.post("/v1/messages/count_tokens", {"messages": turns, "tools": [WEATHER]})
+        assert status == 200 and body["input_tokens"] > 0, body
 
 
 def test_max_tokens_is_required(live: Live) -> None:

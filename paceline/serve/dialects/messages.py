@@ -25,7 +25,6 @@ KEYS = {
     "tool_use": {"id", "name", "input"},
 }
 """Type of a content block -> its fields."""
-NOT_EMPTY: Any = Field(min_length=1)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Type of a tool choice in a Messages request -> tool choice of a chat request."""
 NAMES = {
@@ -49,7 +48,7 @@ class ContentBlock(Closed):
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["content"]
 
     type: Literal["text", "thinking", "tool_use", "tool_result"]
-    text: Annotated[str, NOT_EMPTY] | None = None
+    text: str | None = None
     thinking: str | None = None
     id: str | None = Field(None, description="tool_use: id of the call.")
     name: str | None = Field(None, description="tool_use: name of the tool.")
@@ -62,9 +61,7 @@ class MessageTurn(Closed):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"] = Field(description="Author of the message.")
-    content: Annotated[str, NOT_EMPTY] | Annotated[list[ContentBlock], NOT_EMPTY] = Field(
-        description="Text, or content blocks."
-    )
+    content: str | list[ContentBlock] = Field(description="Text, or content blocks.")
 
 
 class MessageTool(Closed):
@@ -229,7 +226,14 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 def _messages(turn: MessageTurn, where: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return a message as (field of the client, message of a chat) pairs: each tool result becomes its own message."""
+    """Return a message as (field of the client, message of a chat) pairs: each tool result becomes its own message.
+    Only an assistant's message may be empty, as this server's own answers can be."""
+    blocks = [] if isinstance(turn.content, str) else turn.content
+    empty = [f".content[{place}].text" for place, block in enumerate(blocks) if block.text == ""]
+    empty += [] if turn.content else [".content"]
+    if empty and turn.role != "assistant":
+        at = where + empty[0]
+        raise RequestRefused(f"{at}: a message of the {turn.role} must not be empty: leave it out", param=at)
     if isinstance(turn.content, str):
         return [(where, {"role": turn.role, "content": turn.content})]
     messages: list[tuple[str, dict[str, Any]]] = []
