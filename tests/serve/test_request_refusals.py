@@ -8,6 +8,11 @@ import pytest
 from live_server import Live
 from request_calls import CHAT, MESSAGES, SCHEMA, TEXT, refused
 
+from paceline.serve.http.failures import RequestRefused
+from paceline.serve.requests.completions import chat_jobs
+from paceline.serve.requests.protocol import ChatRequest
+from paceline.serve.settings import ServeConfig
+
 pytestmark = pytest.mark.slow
 pytest_plugins = ("tiny_server",)
 
@@ -150,6 +155,15 @@ def test_a_refusal_names_the_field_as_the_client_wrote_it(
 ) -> None:
     error = refused(live, **fields)
     assert (error["param"], message in error["message"]) == (param, True), error
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+def test_unknown_token_ids_are_refused_before_a_request_is_queued(live: Live, field: str) -> None:
+    value = {"99999": 1} if field == "logit_bias" else [99999]
+    request = ChatRequest.model_validate({"messages": MESSAGES, field: value})
+    with pytest.raises(RequestRefused, match=f"{field} names token 99999, outside the vocabulary") as wrong:
+        chat_jobs(request, live.worker.serving(), ServeConfig())
+    assert wrong.value.param == field
 
 
 @pytest.mark.parametrize(

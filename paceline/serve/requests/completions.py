@@ -133,6 +133,10 @@ def jobs_of(
     common, jobs = params_of(request, model.vocab_size, logprobs, spec), list[Job]()
     if common.lossy and not config.allow_lossy:
         raise RequestRefused(LOSSY_IS_OFF, param="lossy", code="lossy_not_allowed", status=403)
+    for name, tokens in (("logit_bias", common.logit_bias or {}), ("stop_token_ids", common.stop_token_ids)):
+        if wrong := next((token for token in tokens if not 0 <= token < model.vocab_size), None):
+            message = f"{name} names token {wrong}, outside the vocabulary of {model.vocab_size}: remove it"
+            raise RequestRefused(message, param=name)
     is_chat = isinstance(request, ChatRequest)
     prompt_field, default = ("messages", config.default_max_tokens) if is_chat else ("prompt", MAX_TOKENS)
     most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)

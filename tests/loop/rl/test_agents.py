@@ -164,6 +164,8 @@ def test_what_would_not_be_the_policys_is_refused(endpoint: Endpoint) -> None:
         for more in ({"response_format": {"type": "json_object"}}, {"n": 2}):
             with pytest.raises(RolloutError, match="leave"):
                 access.chat(messages, **more)
+        with pytest.raises(RolloutError, match="logit_bias names token 999999, outside the vocabulary"):
+            access.chat(messages, logit_bias={"999999": 1})
         with pytest.raises(RolloutError, match="base_url"):
             Access(endpoint.url + "/v1", attempt.model).chat(messages)
         with pytest.raises(ConfigError, match="cannot be called 'refused': take 1 to 100 .*underscores"):
