@@ -227,6 +227,27 @@ def test_a_layer_that_the_target_did_not_have_is_added(folder_of: Folder, tmp_pa
     assert new_index["metadata"]["total_size"] == 7 + sum(tensor.nbytes for tensor in layer.tensors.values())
 
 
+def test_files_that_appear_during_the_export_stay(
+    folder_of: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were deleted, and a second export to the same place deleted the first one's temporary folder."""
+    model, out = folder_of("qwen3+"), tmp_path / "out"
+    layer, copy = read_mtp(model), shutil.copyfile
+
+    def copied(source: Path, target: Path) -> None:
+        monkeypatch.setattr(shutil, "copyfile", copy)
+        stitch(layer, model, out)  # another process
+        (out / "mine").touch()
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copied)
+    message = r"the model cannot be written to .*out \(.*not empty.*\): free space or choose another folder"
+    with pytest.raises(CacheError, match=message):
+        stitch(layer, model, out)
+    assert {file.name for file in out.iterdir()} == {file.name for file in model.iterdir()} | {"mine"}
+    assert not list(tmp_path.glob(".out*"))
+
+
 def test_what_cannot_be_put_back_is_said_and_leaves_nothing(folder_of: Folder, tmp_path: Path) -> None:
     model = folder_of("qwen3+")
     folder, layer = drafter_for(model, tmp_path / "drafter"), read_mtp(model)

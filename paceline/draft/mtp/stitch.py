@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.draft.mtp.checkpoint import COPIES, MtpLayer, target_names
-from paceline.errors import DrafterMismatchError, UnsupportedModelError
+from paceline.errors import CacheError, DrafterMismatchError, UnsupportedModelError, reraised
 from paceline.model.checkpoint import check_header, config_json, existing, read_tensors, shards_of
 from paceline.model.config.decoder import decoder_config
 from paceline.model.layout import FUSED
 from paceline.model.stored_experts import TOGETHER
-from paceline.runs.folder import check_new, whole_file, whole_folder
+from paceline.runs.folder import check_new, sync, sync_folder
 
 WHOLE, INDEX, NEW = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
 
@@ -49,8 +50,17 @@ def stitch(layer: MtpLayer, target: Path, out: Path, *, links: bool = False) -> 
     ):
         if mine != theirs:
             raise DrafterMismatchError(f"{what}: the mtp layer is of a target with {mine}, {target} has {theirs}")
-    with whole_folder(out, "free space or choose another folder") as staging:
-        return _replace(target_names(layer), target, files, staging, links) or _add(layer, staging, raw)
+    remedy = "free space or choose another folder"
+    with reraised(CacheError, f"the model cannot be written to {out}", remedy, OSError, SafetensorError):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+            staging = Path(scratch) / "model"
+            staging.mkdir()
+            names = _replace(target_names(layer), target, files, staging, links) or _add(layer, staging, raw)
+            sync_folder(staging)
+            staging.rename(out)
+            sync(out.parent)
+    return names
 
 
 def _replace(
@@ -67,11 +77,15 @@ def _replace(
                 shutil.copyfile(file, out / file.name)
             continue
         tensors = read_tensors(file)
-        tensors |= {name: _stored(name, tensors[name], ours) for name in own}
-        with whole_file(out / file.name) as scratch:
-            save_file(tensors, scratch, {"format": "pt"})
+        _save(tensors | {name: _stored(name, tensors[name], ours) for name in own}, out / file.name)
         replaced += own
     return replaced
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write tensors to a file that others may read as the umask allows; safetensors gives it mode 0600."""
+    save_file(tensors, file, {"format": "pt"})
+    file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def _beginning(name: str) -> str:
@@ -123,10 +137,11 @@ def _fused(name: str, original: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
 def _add(layer: MtpLayer, out: Path, raw: dict[str, Any]) -> list[str]:
     """Add a layer that the target did not have: to its only file, or as an additional file."""
     tensors = {name: tensor.contiguous() for name, tensor in target_names(layer).items()}
-    is_one = (out / WHOLE).is_file()
-    with whole_file(out / (WHOLE if is_one else NEW)) as scratch:
-        save_file(read_tensors(out / WHOLE) | tensors if is_one else tensors, scratch, {"format": "pt"})
-    if not is_one:
+    if (out / WHOLE).is_file():
+        _save(read_tensors(out / WHOLE) | tensors, out / NEW)
+        (out / NEW).replace(out / WHOLE)
+    else:
+        _save(tensors, out / NEW)
         index = json.loads((out / INDEX).read_text(encoding="utf-8"))
         index["weight_map"] |= dict.fromkeys(tensors, NEW)
         if "total_size" in (index.get("metadata") or {}):
