@@ -136,7 +136,8 @@ def cache_home() -> Path:
 
 
 def _home() -> Path:
-    return Path(os.path.expanduser(os.environ.get("PACELINE_HOME") or "~/.cache/paceline")).absolute()
+    with reraised(CacheError, "the cache folder is unknown", "set PACELINE_HOME to a folder", RuntimeError):
+        return Path(os.environ.get("PACELINE_HOME") or "~/.cache/paceline").expanduser().absolute()
 
 
 def hub_folder(repo_id: str, patterns: tuple[str, ...] = HUB_FILES) -> Path:

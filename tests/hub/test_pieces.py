@@ -192,6 +192,22 @@ def test_unwritable_home(tmp_path: Path, tiny: Builtin, monkeypatch: pytest.Monk
         resolve("tiny")
 
 
+@pytest.mark.parametrize("value", ["", "~no_such_user/cache"])
+def test_an_unknown_home_is_refused(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache became a folder with the name ~ in the current folder."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setenv("PACELINE_HOME", value)
+    with pytest.raises(CacheError, match="the cache folder is unknown .*home directory.*: set PACELINE_HOME"):
+        cache_home()
+    assert not list(tmp_path.iterdir())
+
+
 def test_disk_full_before_fetching(
     tiny: Builtin, fetched: list[str], home: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
