@@ -175,7 +175,10 @@ def test_flags_of_another_type(value: Any, exported: Path) -> None:
 
 
 TOO_LARGE = {
-    "hidden_size": (10**9, "sizes too large for any memory .*: config and weights are of different drafters"),
+    "hidden_size": (
+        10**9,
+        "no network of the config's sizes can be made .*: config and weights are of different drafters",
+    ),
     "num_hidden_layers": (4096, "tensors, for 4096 layers: config and weights are of different drafters"),
     "intermediate_size": (10**9, "has shape .*, the config asks for .*1000000000"),
     "block_size": (10**9, "'block_size' as a whole number from 2 to 1024"),
@@ -197,8 +200,12 @@ def test_absurd_sizes_are_refused_before_anything_is_allocated(method: str, key:
         written(tmp_path, raw_config() if method == "dflash" else raw_2())
     value, message = TOO_LARGE[key]
     change_config(tmp_path, lambda raw: raw.update({key: value}))
-    with pytest.raises(ModelFileError, match=message):
+    with pytest.raises(ModelFileError, match=message) as refused:
         read_trained(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    if key == "num_hidden_layers" and method != "eagle3":
+        with pytest.raises(ModelFileError, match=f"^{tmp_path}: .* {message}"):  # `export` reads it so
+            read_stored(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [[], {}, 3])

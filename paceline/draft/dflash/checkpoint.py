@@ -26,7 +26,7 @@ from paceline.draft.formats import gguf_reader as gguf_reading
 from paceline.draft.formats import speculators
 from paceline.draft.formats.packed import PACKED, packed, read_packed
 from paceline.draft.vocabulary import ALL_TOKENS, DRAFT_IDS, HEAD, Vocabulary
-from paceline.errors import CacheError, reraised
+from paceline.errors import CacheError, ModelFileError, reraised
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.gguf.container import is_gguf
 from paceline.runs.folder import sync, sync_folder
@@ -81,6 +81,9 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     vocabulary.check_range(within, config.vocab_size, folder)
     if config.markov:
         tensors = speculators.with_our_names(tensors, within.ids, config.vocab_size)
+    if config.shape.num_layers > len(tensors):
+        what = f"{folder}: {len(tensors)} tensors, for {config.shape.num_layers} layers"
+        raise ModelFileError(f"{what}: config and weights are of different drafters")
     for name, tensor in tensors.items():
         check_finite(name, tensor, folder)
     unread = unread_keys(raw, form) + tuple(

@@ -178,8 +178,8 @@ def with_tensors(
     remedy = "config and weights are of different drafters"
     if shape.num_layers > len(tensors):
         raise ModelFileError(f"{source}: {len(tensors)} tensors, for {shape.num_layers} layers: {remedy}")
-    too_large = f"{source}: config.json has sizes too large for any memory"
-    with reraised(ModelFileError, too_large, remedy, RuntimeError), torch.device("meta"):
+    what = f"{source}: no network of the config's sizes can be made"
+    with reraised(ModelFileError, what, remedy, RuntimeError), torch.device("meta"):
         network = make()
     expected, given = shapes_of(network.state_dict()), shapes_of(tensors)
     if expected != given:
