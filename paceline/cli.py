@@ -147,7 +147,7 @@ _MissingParameter = next(kind for kind in typer.BadParameter.__subclasses__() if
 def main() -> NoReturn:
     """Run the command that the program's arguments name, and exit with its status. A PacelineError, a usage error or a
     path that cannot be reached is printed as one line, with exit status 2; any other exception also as a traceback.
-    Ctrl-C exits with 130."""
+    Ctrl-C exits with 130, a closed pipe with 141, as in a shell."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -158,12 +158,17 @@ def main() -> NoReturn:
         code = 130
     except _UsageError as error:
         code = _fail(_usage(error))
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        code = 141  # Typer's own status is 1, a verdict of `paceline audit`
     except Exception as error:  # noqa: BLE001 (Python's own exit status 1 is a verdict of `paceline audit`)
         if isinstance(error, OSError) and error.errno in UNREACHABLE and error.filename is not None:
             code = _fail(f"cannot reach {error.filename!s:.200} ({error.strerror}): check the path and its permissions")
         else:
             traceback.print_exc()
-            code = _fail(f"unexpected {type(error).__name__}, a fault of paceline: report it with the lines above")
+            fault = f"unexpected {type(error).__name__}, a fault of paceline: report it with the lines above"
+            code = _fail((str(error) or type(error).__name__) if isinstance(error, OSError) else fault)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pty
@@ -260,17 +261,35 @@ def test_an_out_of_the_other_type_is_refused_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("fault", [KeyError, OSError])
-def test_a_fault_of_paceline_is_no_verdict(call: Call, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]) -> None:
-    """Python ends with status 1 after a traceback, by which `audit` says that a server is faulty."""
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (KeyError("x"), "unexpected KeyError, a fault of paceline: report it with the lines above"),
+        (OSError(errno.ENOSPC, "No space left on device", "a.json"), "No space left on device: 'a.json'"),
+        (ConnectionRefusedError(), "ConnectionRefusedError"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), None),
+    ],
+)
+def test_a_fault_of_paceline_or_the_system_is_no_verdict(
+    call: Call, monkeypatch: pytest.MonkeyPatch, fault: Exception, message: str | None
+) -> None:
+    """Status 1, of Python after a traceback and of Typer for a closed pipe, is how `audit` says that a server is
+    faulty. A full disk was called a fault of paceline."""
 
     def broken(url: str, *_: object, **options: object) -> None:
-        raise fault(url)
+        raise fault
 
     monkeypatch.setattr("paceline.loop.audit.run.audit", broken)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # Typer wraps them for a closed pipe
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
     done = call("audit", "http://127.0.0.1:9", "--json")
-    assert done.returncode == 2 and "Traceback" in done.stderr and "raise fault(url)" in done.stderr
-    assert json.loads(done.stdout)["error"].startswith(f"unexpected {fault.__name__}, a fault of paceline")
+    if message is None:
+        assert done == (141, "", "")
+    else:
+        assert done.returncode == 2 and "Traceback" in done.stderr and "raise fault" in done.stderr
+        assert json.loads(done.stdout)["error"].endswith(message) and ("of paceline" in done.stdout) == (
+            "of paceline" in message
+        )
 
 
 def test_models_are_listed(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
