@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import PacelineError, UnsupportedModelError
+from paceline.errors import ConfigError, PacelineError, UnsupportedModelError
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.model_config import shape_of
-from paceline.simulate.costs.roofline import shares_evenly
+from paceline.simulate.costs.roofline import check_shares, shares_evenly
 from paceline.simulate.costs.shapes import Attention, Experts, from_json
 
 SMALL: dict[str, Any] = {
@@ -256,3 +256,13 @@ def test_absurd_numbers_of_heads_are_divided_at_once() -> None:
     """A billion heads were tried for a billion numbers of GPUs."""
     many = shape_of({**SMALL, "num_attention_heads": 10**9, "num_key_value_heads": 10**9, "head_dim": 2})
     assert shares_evenly(many)[-3:] == [640, 800, 1000]
+
+
+def test_more_gpus_than_are_listed_can_share_the_heads() -> None:
+    """2,048 GPUs for 2,048 heads ended in a StopIteration."""
+    shape = shape_of({**SMALL, "num_attention_heads": 2048, "num_key_value_heads": 2048, "head_dim": 2})
+    check_shares(shape, 2048)
+    with pytest.raises(
+        ConfigError, match="2048 heads over 2048 key heads, which 2047 GPUs .*: choose from 1, 2, .*1024$"
+    ):
+        check_shares(shape, 2047)

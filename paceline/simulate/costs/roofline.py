@@ -210,13 +210,12 @@ def shares_evenly(shape: ModelShape) -> list[int]:
 
 def check_shares(shape: ModelShape, num_gpus: int) -> None:
     """Raises ConfigError if the model's heads cannot be divided among `num_gpus` GPUs."""
-    fitting = shares_evenly(shape)
-    if fitting and num_gpus not in fitting:
-        group = next(each for each in shape.attention if not _is_even(each, num_gpus))
+    group = next((each for each in shape.attention if not _is_even(each, num_gpus)), None)
+    if group is not None:
         keys = f" over {group.kv_heads} key heads" if group.kind == "gqa" else ""
         raise ConfigError(
             f"--gpus {num_gpus}: {shape.name} has {group.heads} heads{keys}, which {num_gpus} GPUs cannot share "
-            f"evenly: choose from {', '.join(map(str, fitting))}"
+            f"evenly: choose from {', '.join(map(str, shares_evenly(shape)))}"
         )
 
 
