@@ -64,19 +64,30 @@ def check_amounts(record: Any) -> None:
             raise ValueError(f"{field.name} is {value!r:.40}, not a {'whole ' * (kind == 'int')}number of 0 or more")
 
 
+def built(kind: type[T], content: Any) -> T:
+    """Builds a dataclass of type `kind` from a JSON object. Fields of type int may be written as floats, such as 43.0.
+    Raises TypeError or ValueError for other keys than its fields."""
+    whole = {field.name for field in fields(kind) if str(field.type).startswith("int")}  # pyright: ignore[reportArgumentType]
+    values = dict(content)
+    for name in whole & values.keys():
+        if isinstance(value := values[name], float) and value.is_integer() and value < 2**53:
+            values[name] = int(value)
+    return kind(**values)
+
+
 def record_of(kind: type[T], content: Any) -> T:
     """Builds a dataclass of type `kind` from a JSON object; other keys than its fields are ignored. Raises ValueError
     if an int or float field is not a finite number of 0 or more."""
     values = content if isinstance(content, dict) else {}
-    record = kind(**{field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
+    record = built(kind, {field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
     check_amounts(record)
     return record
 
 
 def read_machine(content: Any) -> Machine:
-    """Builds the hardware of a calibration from a JSON object. Raises TypeError for other keys than its fields, and
+    """Builds a measured machine from a JSON object. Raises TypeError or ValueError for other keys than its fields, and
     ValueError for other values than finite numbers of 0 or more, or for a speed of 0."""
-    machine = Machine(**content)
+    machine = built(Machine, content)
     check_amounts(machine)
     rates = machine.flops_per_s
     if (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -266,3 +267,10 @@ def test_more_gpus_than_are_listed_can_share_the_heads() -> None:
         ConfigError, match="2048 heads over 2048 key heads, which 2047 GPUs .*: choose from 1, 2, .*1024$"
     ):
         check_shares(shape, 2047)
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    """A config.json may have them too."""
+    shape = catalogue.find("DeepSeek-V4-Flash")
+    read = from_json(json.loads(json.dumps(asdict(shape)), parse_int=float))
+    assert read == shape and str((read.num_layers, read.attention)) == str((shape.num_layers, shape.attention))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import ConfigError, UnsupportedModelError, reraised
-from paceline.simulate.files import check_amounts
+from paceline.simulate.files import built, check_amounts
 
 KINDS = ("gqa", "mla", "linear")
 PARTS = ("weights", "experts", "attention", "kv", "indexer")
@@ -203,8 +203,8 @@ def from_json(entry: dict[str, Any]) -> ModelShape:
     remedy = "see docs/explanation/prediction.md for its fields"
     with reraised(UnsupportedModelError, what, remedy, KeyError, TypeError, ValueError, AttributeError):
         precisions = Precisions(**{part: format_named(name) for part, name in entry.get("precisions", {}).items()})
-        experts = Experts(**entry["experts"]) if entry.get("experts") else None
-        groups = tuple(Attention(**group) for group in entry["attention"])
-        shape = ModelShape(**{**entry, "precisions": precisions, "experts": experts, "attention": groups})
+        experts = built(Experts, entry["experts"]) if entry.get("experts") else None
+        groups = tuple(built(Attention, group) for group in entry["attention"])
+        shape = built(ModelShape, {**entry, "precisions": precisions, "experts": experts, "attention": groups})
         _check(shape)
     return shape
