@@ -89,11 +89,9 @@ def read_machine(content: Any) -> Machine:
     ValueError for other values than finite numbers of 0 or more, or for a speed of 0."""
     machine = built(Machine, content)
     check_amounts(machine)
-    rates = machine.flops_per_s
-    if (
-        not machine.bytes_per_s
-        or not isinstance(rates, dict)
-        or not all(is_amount(each) and each for each in rates.values())
-    ):
-        raise ValueError("machine has a speed that is not a number above 0")
+    for table in ({"": machine.bytes_per_s}, machine.flops_per_s, machine.cached_bytes_per_s):
+        if not isinstance(table, dict) or not all(is_amount(each) and each for each in table.values()):
+            raise ValueError("machine has a speed that is not a number above 0")
+    if not all(size.isdecimal() for size in machine.cached_bytes_per_s):
+        raise ValueError("machine has a size in cached_bytes_per_s that is not a whole number")
     return machine

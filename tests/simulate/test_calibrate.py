@@ -128,9 +128,25 @@ def test_what_was_measured_is_read_back() -> None:
     file = steps_file(dtype="bfloat16", weight_format="Q4_1+Q8_0")
     assert machine_of(file) == MACHINE
     assert machine_of({"machine": "box"}) is None
+    assert machine_of(file | {"machine": file["machine"] | {"memory_bytes": 1e10}}) == MACHINE
     precisions = precisions_of(file, Precisions(kv="float8"))
     assert (precisions.weights, precisions.attention, precisions.kv) == ("q4_1", "bfloat16", "bfloat16")
     assert precisions_of({}, Precisions(weights="float8", kv="float8")).kv == "float8"
+
+
+MACHINE_SPOILT = [("bytes_per_s", value) for value in (0, None, "x", math.nan)]
+MACHINE_SPOILT += [("flops_per_s", value) for value in (3, {"bfloat16": 0.0})]
+
+
+@pytest.mark.parametrize(("name", "value"), MACHINE_SPOILT)
+def test_a_machine_of_the_steps_without_speeds_is_refused_where_it_counts(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    steps, file = steps_file(), tmp_path / "steps.json"
+    file.write_text(json.dumps(steps | {"machine": steps["machine"] | {name: value}}))
+    with pytest.raises(ConfigError, match="the machine of the step times cannot be read .*bench steps again"):
+        calibrate(CostsConfig(), [file])
+    assert calibrate(CostsConfig(hardware="H100"), [file]).calibration.machine == catalogue.machines()["H100"]
 
 
 @pytest.mark.slow
@@ -150,10 +166,11 @@ def test_calibrations_survive_their_file(tmp_path: Path) -> None:
         ({"verify": {"reading": 1.0}}, "computing is"),
         ({"draft": {"fixed_s": -1.0}}, "fixed_s is"),
         ({"machine": {"colour": "red"}}, "make the calibration again"),
+        ({"precisions": {"weights": "nope"}}, "precision 'nope' is not known.*make the calibration again"),
+        ({"precisions": {"kv": ["fp8"]}}, "precision .'fp8'. is not known"),
         *(
             ({"machine": asdict(MACHINE) | {name: value}}, "machine has a speed|bytes_per_s is")
-            for name, values in {"bytes_per_s": (0, None, "x", math.nan), "flops_per_s": (3, {"bfloat16": 0.0})}.items()
-            for value in values
+            for name, value in (*MACHINE_SPOILT, ("cached_bytes_per_s", {"4": "fast"}))
         ),
     ],
 )

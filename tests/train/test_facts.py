@@ -62,9 +62,17 @@ def test_disturbed_the_best_counts_and_is_not_kept(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_another_version_kept_is_measured_again(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    (home / facts.FILE).write_text('{"mark": {"cpu": "x"}, "machine": {}, "has_gpu": false}')
     machines = measuring(monkeypatch, [2e9], QUIET)
-    assert facts.machine_of(None, "cpu").machine.bytes_per_s == 2e9 and len(machines) == 1
+    facts.machine_of(None, "cpu")
+    stored = json.loads((home / facts.FILE).read_text())
+    [[mark, entry]] = stored["machines"].items()
+    spoilt = {"machines": {mark: entry | {"machine": entry["machine"] | {"bytes_per_s": "fast"}}}}
+    for number, content in enumerate(
+        ({"mark": {"cpu": "x"}, "machine": {}, "has_gpu": False}, {"machines": []}, spoilt), 2
+    ):
+        (home / facts.FILE).write_text(json.dumps(content))
+        assert facts.machine_of(None, "cpu").machine.bytes_per_s == 2e9 and len(machines) == number
+        assert json.loads((home / facts.FILE).read_text()) == stored
 
 
 def test_tests_leave_the_user_s_own_file_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reraised
 from paceline.hardware import Machine
 from paceline.simulate.answer import deployment_of
 from paceline.simulate.config import CostsConfig
@@ -36,6 +36,7 @@ from paceline.simulate.costs.rounds import (
     table_of,
 )
 from paceline.simulate.costs.shapes import FORMATS, ModelShape, Precisions
+from paceline.simulate.files import read_machine
 
 HELD_OUT = 3
 """One of this number of sizes is held out of the fit, to measure the prediction error."""
@@ -122,7 +123,8 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
     times, or an unknown model or machine."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
-    known, measured = precisions_of(files[0], shape.precisions), machine_of(files[0])
+    known = precisions_of(files[0], shape.precisions)
+    measured = machine_of(files[0]) if config.hardware is None else None
     deployment = deployment_of(config, known, measured, locality_of(steps, shape))
     return fitted(steps, shape, deployment)
 
@@ -190,10 +192,13 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
 
 def machine_of(steps: dict[str, Any]) -> Machine | None:
     """Returns the machine that the content of a steps.json describes, with its peak bandwidth and FLOP/s. Returns None
-    if the description is incomplete."""
+    if the description is incomplete. Raises ConfigError for values that are not speeds."""
     machine = steps.get("machine")
-    known = set(Machine.__dataclass_fields__)
-    return Machine(**machine) if isinstance(machine, dict) and {*machine, "cached_bytes_per_s"} == known else None
+    if not isinstance(machine, dict) or {*machine, "cached_bytes_per_s"} != set(Machine.__dataclass_fields__):
+        return None
+    remedy = "run paceline bench steps again, or name a machine with --hardware"
+    with reraised(ConfigError, "the machine of the step times cannot be read", remedy, ValueError):
+        return read_machine(machine)
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:

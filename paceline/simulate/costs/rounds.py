@@ -33,7 +33,7 @@ from typing import Any
 from paceline.errors import ConfigError, reraised
 from paceline.hardware import Machine
 from paceline.simulate.costs.roofline import Deployment, pass_seconds
-from paceline.simulate.costs.shapes import ModelShape, Precisions
+from paceline.simulate.costs.shapes import ModelShape, Precisions, read_precisions
 from paceline.simulate.files import check_amounts, is_amount, read_json, read_machine, record_of
 
 
@@ -234,7 +234,7 @@ def read_calibration(path: Path) -> Calibration:
             model=str(content.get("model", "")),
             drafter=str(content.get("drafter", "")),
             machine=read_machine(content["machine"]) if content.get("machine") else None,
-            precisions=Precisions(**content["precisions"]) if content.get("precisions") else None,
+            precisions=read_precisions(content["precisions"]) if content.get("precisions") else None,
             expert_locality=content.get("expert_locality", 0.0),
         )
         check_amounts(calibration)

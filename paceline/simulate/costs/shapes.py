@@ -6,7 +6,7 @@ Shapes come from the catalogue or from any Hugging Face config.json (`catalogue.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +71,16 @@ class Precisions:
     """Number format of cache entries (keys and values)."""
     indexer: str = "float8"
     """Number format of the indexer's arithmetic and cache; it selects the positions that sparse attention reads."""
+
+
+def read_precisions(content: Any) -> Precisions:
+    """Builds number formats from a JSON object. Raises TypeError for other keys than the fields of Precisions, and
+    ValueError for an unknown format."""
+    precisions = Precisions(**content)
+    unknown = [name for name in asdict(precisions).values() if not isinstance(name, str) or name not in FORMATS]
+    if unknown:
+        raise ValueError(f"precision {unknown[0]!r:.40} is not known")
+    return precisions
 
 
 def with_precisions(known: Precisions, text: str | None) -> Precisions:

@@ -25,7 +25,7 @@ from paceline.runs.folder import write_whole
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.model_config import shape_of
 from paceline.simulate.costs.shapes import FORMATS, ModelShape
-from paceline.simulate.files import read_json
+from paceline.simulate.files import read_json, read_machine
 
 BLOCK_BYTES = 1.0625
 """Bytes per weight of a drafter for a quantised target: Q8_0."""
@@ -207,9 +207,9 @@ def _measured_once(device: str) -> MachineFacts:
     mark = repr((cpu_name(), processor()["num_cores"], os.environ.get("OMP_NUM_THREADS")))
     file, stored = speeds_file(), dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not measured, or by another version
-        stored = json.loads(file.read_text(encoding="utf-8"))["machines"]
+        stored = dict(json.loads(file.read_text(encoding="utf-8"))["machines"])
         if mark in stored and (device == "cpu" or (device == "auto" and not stored[mark]["has_gpu"])):
-            return MachineFacts(Machine(**stored[mark]["machine"]))
+            return MachineFacts(read_machine(stored[mark]["machine"]))
     import torch
 
     has_gpu = torch.cuda.is_available()
