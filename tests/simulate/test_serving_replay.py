@@ -23,6 +23,9 @@ from paceline.data.prompts import Prompt
 from paceline.errors import ConfigError
 from paceline.report.statistics import Rounds
 from paceline.runs.folder import RunFolder
+from paceline.simulate.answer import simulate_server
+from paceline.simulate.config import CostsConfig
+from paceline.simulate.config import ServingConfig as SimulateConfig
 from paceline.simulate.costs.rounds import table_of
 from paceline.simulate.server.load import Arrivals, poisson
 from paceline.simulate.server.replay import (
@@ -304,18 +307,9 @@ def test_a_run_with_its_own_times_needs_no_others(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
     words = ["--steps", str(steps), "--acceptance", "survival:.8,.6,.5", "--requests", "40", "--prompt-tokens", "10-50"]
-    words += [
-        "--answer-tokens",
-        "lognormal:40,0.5",
-        "--policy",
-        "off,best,3",
-        "--rate",
-        "1,50",
-        "--concurrency",
-        "2",
-        "--json",
-    ]
+    words += ["--answer-tokens", "lognormal:40,0.5", "--policy=off,best,3", "--rate=1,50", "--concurrency=2", "--json"]
     line = last_line(run(*words, "--out", str(tmp_path / "run")))
+    assert line["run"] == str(tmp_path / "run")
     assert [(each["policy"], each["rate"], each["concurrency"]) for each in line["results"]] == [
         (policy, rate, concurrency)
         for rate, concurrency in ((1.0, None), (50.0, None), (None, 2))
@@ -324,7 +318,7 @@ def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
     by = {(each["policy"], each["rate"]): each for each in line["results"]}
     assert by["best", 1.0]["inter_token"]["mean"] < by["off", 1.0]["inter_token"]["mean"]
     assert by["off", 50.0]["is_saturated"] and not by["off", 1.0]["is_saturated"]
-    files = {file.name for file in Path(line["run"]).iterdir()}
+    files = {file.name for file in (tmp_path / "run").iterdir()}
     assert {"results.json", "report.md", "report.html", "config.json"} <= files
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 1 + 8 and "saturated" in page
@@ -354,8 +348,9 @@ def test_a_replay_s_memory_is_checked_for_the_run_s_own_rows(folder: Path, tmp_p
     """It was checked for 8 rows, whatever the run's server had."""
     run_folder = shutil.copytree(folder, tmp_path / "run")
     (run_folder / "config.json").write_text(json.dumps({"server": ["--max-batch", "2000"]}))
-    output = run("--against", str(run_folder), "--model", "Qwen3-8B", "--hardware", "L4")
-    assert "up to 2000 streams" in output and "of cache for 2000 x" in output
+    answer = simulate_server(CostsConfig(model="Qwen3-8B", hardware="L4"), SimulateConfig(against=run_folder))
+    assert answer.server.max_rows == 2000 and "up to 2000 streams" in answer.setup.assumed
+    assert ["for 2000 x" in warning for warning in answer.setup.warnings] == [True]
 
 
 def test_a_replay_leaves_its_run_alone(folder: Path) -> None:
@@ -381,6 +376,7 @@ def test_a_policy_that_is_none_is_refused_before_the_work(monkeypatch: pytest.Mo
         (("--rate", "0"), "--rate must be above 0"),
         (("--rate", "soon"), "is no list of numbers"),
         (("--concurrency", "0"), "--concurrency must be at least 1"),
+        (("--requests", "0"), "--requests must be between 1 and 1e6"),
         (("--requests", "1000000000"), "--requests must be between 1 and 1e6"),
         (("--max-draft", "0"), "--max-draft must be at least 1"),
         (("--acceptance", "1.5"), "between 0 and 1"),
