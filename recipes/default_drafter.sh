@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about eight hours) or a GPU.
+# The default drafter of smollm2-135m, from prompts to a checkpoint, on two CPU cores (about ten hours) or a GPU.
 #
 #   DATA=path/to/prompt/sets MANUALS=unpacked NEWS=test_data CLUES=builds bash recipes/default_drafter.sh
 #
 # Killed, the same command goes on. DATA holds gsm8k_train.jsonl, mbpp_train.jsonl, t0_tasks.jsonl, user_instructions.jsonl and
 # seed_tasks.jsonl. Nothing of a test set is read. Environment: OUT (run folder), MINUTES, MORE_MINUTES,
-# SECOND_MINUTES to SEVENTH_MINUTES (of training), FORTUNES, MANUALS, NEWS, CLUES, PROCESSES.
+# SECOND_MINUTES to EIGHTH_MINUTES (of training), FORTUNES, MANUALS, NEWS, CLUES, PROCESSES.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -140,7 +140,9 @@ for folder in translations facts long questions written; do
 done
 "${many[@]}" "${general[@]}" --out "$out/seventh" --init "$out/last" --max-minutes "${SEVENTH_MINUTES:-36}" --lr 1e-3 \
     --sliding-window 1024
-halfway "$out/last" "$out/seventh/drafter" "$out/newest"
+"${many[@]}" "${general[@]}" --out "$out/eighth" --init "$out/seventh/drafter" --seed 22 --max-minutes "${EIGHTH_MINUTES:-80}" \
+    --lr 1e-3 --sliding-window 1024
+halfway "$out/last" "$out/eighth/drafter" "$out/newest"
 windowed "$out/newest" "$out/newest-w512" 512
 python recipes/pack_drafter.py "$out/newest-w512" --out "$out/shipped"
 echo "drafter: $out/shipped"
