@@ -212,7 +212,6 @@ def check_own(out: str | Path | None, what: str, *sources: str | Path | None) ->
     check_folder(Path(out or RUNS))
     if out is None:
         return
-    check_folder(Path(out))
     config, before = Path(out) / "config.json", "of unknown type"
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         before = json.loads(config.read_text(encoding="utf-8"))["what"]
