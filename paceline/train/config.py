@@ -235,7 +235,7 @@ class LoopConfig(Checked):
     max_steps: Count | None = None
     """Stop after this many steps, instead of after `epochs`."""
     max_minutes: Positive | None = None
-    """Stop training after this many minutes. The learning rate decays with steps or time, whichever ends first."""
+    """Stop after this many minutes, with evaluations. The learning rate decays by steps or time, whichever is first."""
     blocks_per_step: Count = 512
     """Blocks per optimiser step."""
     anchors: Count = 64

@@ -205,7 +205,9 @@ def final_figures(target: EngineConfig, folder: Path, documents: list[Document],
     drafter, llm = read_trained(folder), _loaded(target, documents, max_tokens)
     figures, answers = serve_heldout(llm, drafter, documents, max_tokens)
     report = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}
-    report["served_of_walked"] = serve_heldout(llm, drafter, documents[:WALKED], max_tokens)[0].tokens_per_round
+    is_walked = len(documents) <= WALKED
+    few = figures if is_walked else serve_heldout(llm, drafter, documents[:WALKED], max_tokens)[0]
+    report["served_of_walked"] = few.tokens_per_round
     report |= _speedup(_timed(llm, "none", documents, max_tokens), _timed(llm, drafter, documents, max_tokens))
     if shipped_folder := shipped.local(target.model):
         default = read_drafter(shipped_folder)

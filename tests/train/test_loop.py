@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from paceline.train.config import LOSSES, LoopConfig, LossConfig, OptimConfig
 from paceline.train.documents.dataset import Place
 from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.learn.checkpoint import best_checkpoint
-from paceline.train.learn.loop import Trainer, learning_rate_share, unigram_entropy
-from paceline.train.learn.losses import Head
+from paceline.train.learn.loop import Trainer, learning_rate_share
+from paceline.train.learn.losses import Head, unigram_entropy
 from paceline.train.learn.packs import heldout_anchors
 
 
@@ -138,10 +139,19 @@ class TestEnds:
 
     def test_minutes_end_a_run_too(self, tmp_path: Path) -> None:
         one = trainer(tmp_path, config(max_steps=100, max_minutes=1.0))
-        one.state = replace(one.state, seconds=59.9999)
+        one.state = replace(one.state, elapsed_s=59.9999)
         assert one.share_done == pytest.approx(0.99999, abs=1e-4)
         assert len(steps_of(one)) == 1 and one.share_done >= 1.0
         assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "its end is kept"
+
+    def test_evaluations_count_as_minutes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A training of one minute whose evaluations took most of it ran for longer."""
+        one = watched(tmp_path, max_steps=100, max_minutes=1.0, heldout_every=1)
+        clock = [0.0]
+        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+        monkeypatch.setattr(one, "evaluate", lambda *_: clock.__setitem__(0, clock[0] + 12.0) or {"eal": 1.0})
+        assert len(steps_of(one)) == 4, "two sets, each looked at for twelve seconds after a step"
+        assert one.state.seconds < 10.0
 
     @pytest.mark.slow
     def test_the_learning_rate_warms_up_and_falls(self, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.draft.dflash2.drafter import ExtendedNetwork
@@ -30,7 +29,7 @@ from paceline.train.config import LoopConfig
 from paceline.train.documents.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.features.hidden_states import FeatureSource
 from paceline.train.learn.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
-from paceline.train.learn.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
+from paceline.train.learn.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss, unigram_entropy
 from paceline.train.learn.optimisers import Optimisers, learning_rate_share
 from paceline.train.learn.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
 from paceline.train.learn.part import factors, restore_factors, restrict
@@ -53,6 +52,9 @@ class _State:
     step: int = 0
     place: Place = field(default_factory=Place)
     seconds: float = 0.0
+    """Seconds spent in steps."""
+    elapsed_s: float = 0.0
+    """Seconds of training up to the last step: steps, and the evaluations and checkpoints between them."""
     num_blocks: int = 0
     num_tokens: int = 0
     best_ood_eal: float = 0.0
@@ -122,7 +124,7 @@ class Trainer:
     @property
     def share_done(self) -> float:
         """Completed share of the run, 0 to 1: the larger one of the shares of its steps and of its allowed minutes."""
-        by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
+        by_minutes = self.state.elapsed_s / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self) -> bool:
@@ -139,7 +141,7 @@ class Trainer:
         else:
             self.parallel.load(self.network, checkpoint.weights)
         self.optimisers.fill(checkpoint.optimisers, self.parallel.laid_out)
-        self.state = _State(**{**state, "place": Place(**state["place"])})
+        self.state = _State(**{"elapsed_s": state["seconds"], **state, "place": Place(**state["place"])})
         return True
 
     def run(
@@ -158,8 +160,11 @@ class Trainer:
           stop."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved, most_s = time.monotonic(), 60 * self.config.checkpoint_minutes
+        counted = last_saved
         while self.share_done < 1.0:
             figures = self._step()
+            self.state.elapsed_s += self.parallel.most(time.monotonic() - counted)
+            counted = time.monotonic()
             is_last = self.share_done >= 1.0
             if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
                 figures |= self._evaluate_all(notice)
@@ -388,13 +393,3 @@ class Trainer:
         frozen = 4.0 if self.config.learn == "low-rank" else 2.0  # gradients of the inputs, or none
         layers = sum((6.0 if each.requires_grad else frozen) * each.numel() for each in tensors if each.ndim == 2)
         return layers * size + 4.0 * (size - 1) * head.weight_VD.numel()
-
-
-def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
-    """Returns a baseline for measured losses, in nats per token: the loss of a drafter that always predicts the overall
-    frequencies of tokens. It is the entropy of the counts counts_V [V]. `drafted`: ids of the draft vocabulary, None
-    for all tokens; tokens outside it count as loss 0."""
-    total = counts_V.sum()
-    counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
-    counts = counts[counts > 0]
-    return float(-(counts / total * np.log(counts / counts.sum())).sum()) if len(counts) else 0.0

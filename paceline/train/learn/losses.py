@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.model.target import PLAIN_ENDS, EndScales
@@ -366,3 +367,13 @@ class LossVocabulary:
         offset = torch.cat([torch.zeros(len(certain)), torch.full((len(sampled),), raised)])[order]
         weight = self._weight_VD[columns.to(self._weight_VD.device)]
         return Head(weight, scale, cap, columns.to(weight.device), offset.to(weight.device, weight.dtype))
+
+
+def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
+    """Returns a baseline for measured losses, in nats per token: the loss of a drafter that always predicts the overall
+    frequencies of tokens. It is the entropy of the counts counts_V [V]. `drafted`: ids of the draft vocabulary, None
+    for all tokens; tokens outside it count as loss 0."""
+    total = counts_V.sum()
+    counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
+    counts = counts[counts > 0]
+    return float(-(counts / total * np.log(counts / counts.sum())).sum()) if len(counts) else 0.0

@@ -52,7 +52,7 @@ def tracked(
 def time_left(trainer: Trainer) -> str:
     """Returns the estimated time until the end of training as text, such as ", 12 min left". Returns an empty text
     before the first step and at the end."""
-    done, seconds = trainer.share_done, trainer.state.seconds
+    done, seconds = trainer.share_done, trainer.state.elapsed_s
     return f", {seconds * (1.0 - done) / done / 60:.0f} min left" if 0 < done < 1 else ""
 
 
