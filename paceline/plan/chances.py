@@ -91,6 +91,7 @@ class Chances:
         chances = [self._chance(slot, _bucket_of(logprobs[0]))]
         left = 1.0 - chances[0]
         for logprob in logprobs[1:]:
+            # A slot's chances sum up to 1 at most; by rounding, `left` may be just below 0.
             chances.append(max(min(math.exp(logprob) * self._sibling_factor, chances[-1], left), 0.0))
             left -= chances[-1]
         return chances
@@ -128,7 +129,7 @@ class Chances:
                 self._cells.setdefault((slot, bucket), Ratio()).add(accepted, 1.0, _BUCKET_KEEP)
         if num_accepted == num_checked:
             for slot in range(num_checked, len(chances)):
-                self._tallies[slot].add(chances[slot], 1.0, 1.0)
+                self._tallies[slot].add(chances[slot], 1.0, 1.0)  # older counts were faded above
         chance = self._prior
         for slot, tally in enumerate(self._tallies):
             chance = self.average[slot] = tally.near(chance, _PRIOR_WEIGHT)
@@ -137,11 +138,13 @@ class Chances:
         """Discount all counts if recent outcomes are statistically implausible: text or drafter changed."""
         gain, expected, squares = 1.0, 0.0, 0.0
         for slot, chance in enumerate(chances):
+            # N accepted drafts: E[N] = sum of P(N > k), E[N^2] = sum of (2k + 1) P(N > k); `gain` is P(N > slot).
             gain *= chance
             expected += gain
             squares += (2 * slot + 1) * gain
         self._excess = _WATCH_KEEP * self._excess + num_accepted - expected
         self._variance = _WATCH_KEEP**2 * self._variance + squares - expected**2
+        # The 1.0: without it, one rejection of a nearly certain draft (variance near 0) would discard all counts.
         if abs(self._excess) > _SURPRISE * math.sqrt(self._variance + 1.0):
             for tally in (*self._tallies, *self._buckets.values(), *self._cells.values()):
                 tally.add(0.0, 0.0, _DOUBT)

@@ -59,6 +59,7 @@ class ChunkSizes:
         """Update the estimated duration of a decode round with a measured one. `beside_chunk`: True if a prefill chunk
         ran in the same step. Such a round has less weight, because the processor's caches are cold after the chunk."""
         self._round_s = _average(self._round_s, seconds, 1.25, 0.05 if beside_chunk else 0.2)
+        # `most_round_s` still is the limit by which this round was planned: only the lines below change it.
         if beside_chunk and self.most_round_s < math.inf:
             self._num_limited += 1
         else:  # follows longer rounds immediately: a mean would exclude the half of all rounds that take longer

@@ -56,6 +56,7 @@ def clusters_of(
     parts = [language(" ".join(others)[-LOOKED_AT:])]
     parts += [f"{letter}{digest(text)}" for letter, text in (("f", schema), ("t", tools)) if text]
     coarse = "-".join(parts)
+    # Digits become 0, so that a date in the system prompt does not make a new cluster every day.
     return (f"{coarse}-p{digest(re.sub('[0-9]+', '0', template))}", coarse) if template else (coarse,)
 
 
@@ -117,7 +118,7 @@ class Clusters:
 
     def _joins(self, name: str) -> bool:
         """Counts one request of a class; True if the class becomes a cluster."""
-        count = self._seen.pop(name, 0) + 1
+        count = self._seen.pop(name, 0) + 1  # goes to the end below: the class unseen for longest is dropped
         if count >= SEEN:
             if len(self._known) < MOST_CLUSTERS:
                 return True

@@ -29,10 +29,12 @@ class PassCosts:
         ones for as many positions."""
         assert points
         sizes, times = zip(*reversed(points), strict=True)
+        # From the largest size down: each takes at most as long as any larger one.
         rising = list(zip(sizes, accumulate(times, min), strict=True))[::-1]
         for place, (size, seconds) in enumerate(rising):
             parts = (math.ceil(size / smaller) * part_s for smaller, part_s in rising[:place])
-            rising[place] = size, min(seconds, *parts, seconds)
+            rising[place] = size, min([seconds, *parts])
+        # With a single point, time is taken as proportional to the size.
         self._points = rising if len(rising) > 1 else [rising[0], (2 * rising[0][0], 2 * rising[0][1])]
         self._known: list[float] = []
 
@@ -43,6 +45,7 @@ class PassCosts:
 
     def _at(self, num_positions: int) -> float:
         pairs = list(pairwise(self._points))
+        # The first and the last segment also serve the sizes outside the points.
         (left, low), (right, high) = next((pair for pair in pairs if num_positions <= pair[1][0]), pairs[-1])
         return max(low + (high - low) * (num_positions - left) / (right - left), 1e-9)
 
@@ -104,7 +107,8 @@ class RoundCosts:
         if not measured:
             return 0.0
         nearest = min(measured, key=lambda rows: abs(rows - num_rows))
-        return self._draft_s[source, nearest][0] * max(1.0 + 0.5 * (num_rows - nearest) / nearest, 0.5)
+        scale = 0.5 + 0.5 * num_rows / nearest  # half of the time is fixed, half proportional to the rows
+        return self._draft_s[source, nearest][0] * scale
 
     def record(self, num_positions: int, pass_s: float) -> None:
         """Update the estimates with a finished round that verified `num_positions` token positions in all rows.
@@ -115,7 +119,7 @@ class RoundCosts:
             self.slowness, ratio = max(measured, 1e-6), 1.0
         self.slowness *= 1.0 + max(0.1, 1.0 / (1 + self._num_rounds)) * (min(max(ratio, 0.5), 2.0) - 1.0)
         if size != self._latest[0]:
-            self._compare(size, measured)
+            self._compare(size, measured)  # consecutive rounds: the machine's speed cancels out
         self._latest = size, measured
         self._num_rounds += 1
 
@@ -130,6 +134,7 @@ class RoundCosts:
                 self._draft_s[source, num_rows] = seconds, 1
             return
         known, (_, count) = self.drafting_s(source, num_rows), self._draft_s.get((source, num_rows), (0.0, 0))
+        # An outlier counts at most 4 times the estimate; 2 times one that other numbers of rows gave.
         step = min(seconds, (4 if count else 2) * known) - known
         self._draft_s[source, num_rows] = known + max(DRAFT_WEIGHT, 1 / (1 + count)) * step, count + 1
 

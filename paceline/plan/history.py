@@ -77,6 +77,7 @@ class Trials:
         self._new_s = min(self._new_s + NEW_SHARE * seconds, self.wanted_s)
         if is_trial:  # one that paid for itself is free: a drafter that has become good is found soon
             lost_s = seconds - plain_s * num_tokens / num_rows
+            # Without accepted drafts a trial costs at least `wanted_s`, by which hopeless ones become rarer.
             self.budget_s -= max(lost_s, 0.0) if num_tokens > num_rows else max(seconds - plain_s, self.wanted_s)
 
 
@@ -96,7 +97,7 @@ class PlainRounds:
         num_drafted, most = self._counts.get(size_class(num_rows), (0, 2))
         if not is_plain:
             num_drafted += 1
-        elif num_drafted:
+        elif num_drafted:  # several plain rounds in a row count once
             num_drafted, most = 0, min(2 * most, PLAIN_EVERY)
         self._counts[size_class(num_rows)] = num_drafted, most
 
@@ -131,6 +132,7 @@ class Pauses:
             return False
         joined, rows = self._drafting
         compared, self._latest = self._latest, []
+        # A drafter mixed with prompt lookup: the gain could not be attributed, so the comparison is dropped.
         if sources or not compared or rows != num_rows:
             return False
         drafted_tokens, drafted_s = map(sum, zip(*compared, strict=True))
@@ -145,7 +147,7 @@ class Pauses:
         if loses:
             del self._gains[joined, rows]
         for source in joined.split("+"):
-            _, length = self._pauses.pop(source, (0, PAUSE))
+            _, length = self._pauses.pop(source, (0, PAUSE))  # without a loss, the next pause is short again
             if loses:
                 self._pauses[source] = length, min(2 * length, 8 * PAUSE)
         return loses
@@ -207,6 +209,7 @@ class RoundHistory:
         self._rates.setdefault(num_rows, Ratio()).add(num_tokens, seconds, RECENT)
         self.trials.record(num_rows, num_tokens, seconds, self.costs.pass_s(num_rows), is_trial)
         self.plain.record(num_rows, is_plain=not sources)
+        # `round_s`, not `seconds`: pauses must not depend on estimates, of which slowness is one.
         is_compared = not (is_trial or has_chunk) and self._num_warm >= COLD
         if is_compared and self.pauses.record(num_rows, num_tokens, round_s, sources):
             self.plain.restart(num_rows)

@@ -60,7 +60,7 @@ class Tally:
             self._count(ranks.num_first, ranks.rank)
 
     def _count(self, slot: int, rank: int) -> None:
-        if slot == len(self.tried):
+        if slot == len(self.tried):  # slots come in order: at most one is new
             self.tried.append(0)
             self.stood.append([])
         self.tried[slot] += 1
@@ -132,6 +132,7 @@ class Marginals:
         shares = [each / left if left else 0.0 for each in sums]
         before, chances_KM = None, list[tuple[float, ...]]()
         for tried, stood in zip(tally.tried, tally.stood, strict=True):
+            # The first slot has none before it: its prior is its own mean.
             first = (stood[0] if stood else 0) / tried if before is None and tried else before or 0.0
             prior = [first, *(share * (1 - first) for share in shares)]
             counts = [*stood, *[0] * (len(prior) - len(stood))]
@@ -183,6 +184,7 @@ class Marginals:
         for confidence_K in zip(*confidence_KD, strict=True):
             tree = grow(candidates, self._weigh(confidence_K), most)
             gains = [*tree.gains, *[0.0] * (most - len(tree.gains))]
+            # Entry n: depth of the first n nodes.
             longest = [*itertools.accumulate(tree.depths, max, initial=0)]
             longest += [longest[-1]] * (most + 1 - len(longest))
             sums = [each + gain for each, gain in zip(sums, itertools.accumulate(gains, initial=0.0), strict=True)]
@@ -241,7 +243,7 @@ def path_that_stands(parents: Sequence[int], gains: Sequence[float], lucks: Sequ
         children.setdefault(parent, []).append(node)
     accepted, gain = list[int](), 1.0
     for luck in lucks:
-        left = luck * gain
+        left = luck * gain  # luck < gains[child] / gain, the child's chance given its parent
         for child in children.get(accepted[-1] if accepted else -1, ()):
             if left < gains[child]:
                 accepted.append(child)

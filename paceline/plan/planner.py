@@ -230,14 +230,16 @@ class AdaptivePlanner:
         history.begin({row.key for row in rows})
         if not rows or history.plain.is_due(len(rows)):
             return plan
+        # Both calls count one round down; rounds that returned above do not count.
         may_compute, paused, costs = not history.rests(num_rows), history.pauses.next(), history.costs
         most_s = self.chunks.most_round_s / costs.slowness if prompt_left else math.inf
         if costs.pass_s(num_rows + 1) > most_s:
             return plan
         unwanted = paused if may_compute else paused | self._computed
+        # A trial may use a paused drafter, so that its offer is needed; `_best` still ignores it.
         if may_compute and history.trials.is_affordable:
             unwanted = paused - self._computed
-        if not sum(len(row.weigh(unwanted)) for row in rows):
+        if not sum(len(row.weigh(unwanted)) for row in rows):  # not `any`: every row must fill its `offers`
             return plan
         rate = history.rate(num_rows)
         bests = (self._best(costs, rate, num_rows, index, row, may_compute, paused) for index, row in enumerate(rows))
@@ -247,6 +249,7 @@ class AdaptivePlanner:
             if count:
                 more = SPARE if want.offer.source in self._blocks else 0  # further slots hardly lengthen a block
                 plan.drafts[want.index] = Take(want.offer.source, min(count + more, len(want.offer.chances)))
+        # A time limit says nothing about whether drafts pay: no rest, no trial.
         if may_compute and most_s == math.inf and not any(counts):
             history.rest(num_rows)
             self._try(history, plan)
@@ -269,7 +272,7 @@ class AdaptivePlanner:
             if (offer.cost_s and not may_compute) or offer.source in paused:
                 continue
             if calibration := self._calibrations.get((offer.source, row.kind)):
-                offer = Offer(offer.source, calibration.apply(offer.chances))
+                offer = Offer(offer.source, calibration.apply(offer.chances))  # these cost nothing
             lift = self._lifts.get((offer.source, row.kind), 0.0) if offer.cost_s else 0.0
             checking = surplus_of(costs, rate, num_rows, gains_of(offer.chances), offer.each_s / num_rows)
             surplus = lift + checking - rate * offer.cost_s / num_rows
@@ -281,7 +284,7 @@ class AdaptivePlanner:
         """Plan a trial if the budget allows: one row drafts although it does not seem to pay."""
         trials, costs = history.trials, history.costs
         for index in range(len(plan.rows)):
-            index = (index + trials.count) % len(plan.rows)
+            index = (index + trials.count) % len(plan.rows)  # each trial begins at another row
             offer = next((offer for offer in plan.rows[index].offers if offer.cost_s and offer.chances), None)
             if offer is None:
                 continue
@@ -290,6 +293,7 @@ class AdaptivePlanner:
                 offer.cost_s + count * offer.each_s + costs.pass_s(plan.num_rows + count) - costs.pass_s(plan.num_rows)
             )
             is_hopeless = trials.count >= SURE_TRIALS and not self._could_pay(history, plan)
+            # Set even if it is not affordable: the budget grows until it is.
             trials.wanted_s = extra_s * (HOPELESS if is_hopeless else 1.0)
             if trials.is_affordable:
                 plan.drafts[index], plan.is_trial = Take(offer.source, count), True
@@ -332,7 +336,7 @@ class AdaptivePlanner:
             self._lifts[key] = max(before + LIFT_WEIGHT * (best - surplus(each.average) - before), 0.0)
             if each.growing:
                 tree_gains.append(best - surplus(gains_of(each.offer.chances)))
-            if not plan.is_trial:
+            if not plan.is_trial:  # a trial verifies all that it drafted
                 widths[each.index] = count if each.growing is None else each.growing.tree.first(count)
         if self._trees:
             self._trees.record(tree_gains, rate)
@@ -360,7 +364,7 @@ class AdaptivePlanner:
                 else:
                     known.record_tree(outcome, confidence)
             elif num_drafted:
-                expected = sum(offer.chances[: min(num_accepted + 1, num_drafted)])
+                expected = sum(offer.chances[: min(num_accepted + 1, num_drafted)])  # of the tested drafts
                 calibration = self._calibrations.setdefault((take.source, row.kind), Calibration())
                 calibration.add(num_accepted, expected, RECENT)
         costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s)

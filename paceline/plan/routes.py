@@ -86,6 +86,7 @@ class Arm:
     @property
     def most(self) -> float:
         """Upper confidence bound of the gain: the estimate plus one standard deviation."""
+        # Running requests count as ended ones, so that a burst does not send all to one uncertain drafter.
         return self.gain * (1.0 + self._doubt(self.weight + self.num_running))
 
     @property
@@ -161,6 +162,7 @@ class Cluster:
     def _best(self, arms: dict[str, Arm], may_be_none: bool) -> tuple[str, list[str]]:
         """Returns the drafter with the best estimate, and those that may be better."""
         top = max((arm.own.near(0.0, PRIOR_ROUNDS) for arm in arms.values()), default=0.0)
+        # Few rounds: nearly `top`, so that no drafter is ruled out by its own drafts before it was tried.
         own = {name: arm.own.near(top, PRIOR_ROUNDS) for name, arm in arms.items()}
         fastest = max(arms, key=lambda name: arms[name].gain, default=NONE)
         if fastest == NONE or (may_be_none and arms[fastest].gain < 1.0):
@@ -287,4 +289,4 @@ class Router:
             cluster.arms.pop(drafter, None)
         for session in self._sessions.values():
             if session.drafter == drafter:
-                session.drafter = ""
+                session.drafter = ""  # its tokens must not count for a new drafter of this name

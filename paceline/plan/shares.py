@@ -128,10 +128,11 @@ class _Drafting:
     def with_one_more(self, want: int) -> float:
         """Returns the seconds with one more draft of the want with this index."""
         offer = self._wants[want].offer
-        self._counts[want] += 1
+        self._counts[want] += 1  # the draft stays counted: call once for each, in order
         count = self._counts[want]
         if offer.cost_s and (count == 1 or offer.each_s):
             self._rows[offer.source] = self._rows.get(offer.source, 0) + (count == 1)
+            # One pass drafts a whole block; drafted token by token, the longest row decides the passes.
             self._longest[offer.source] = max(self._longest.get(offer.source, 1), count) if offer.each_s else 1
             drafting = self._rows.items()
             self._seconds = sum(
@@ -146,6 +147,7 @@ def _steps(wants: Sequence[Want]) -> list[tuple[float, int]]:
     for index, want in enumerate(wants):
         for slot, gain in enumerate(want.gains):
             steps.append((gain + (want.lift if slot == 0 else 0.0), index))
+    # A row's gains never increase: the first n steps have a prefix of each row's drafts.
     return sorted(steps, reverse=True)
 
 

@@ -153,6 +153,7 @@ class Growing:
             tree.ranks.append(rank)
             tree.gains.append(-negative)
             tree.logprobs.append(logprobs[rank])
+            # The next sibling and the first child: all other candidates are at most as probable as one in the heap.
             self._push(slot, rank + 1, parent, parent_gain)
             self._push(slot + 1, 0, len(tree.tokens) - 1, -negative)
         return tree
@@ -160,6 +161,7 @@ class Growing:
     def _at(self, slot: int, parent: int) -> tuple[list[int], list[float], list[float]]:
         """Returns the candidates of a slot after a node, their log-probabilities and chances."""
         candidates = self._candidates
+        # Nodes with the same token before them share candidates; without `behind` all nodes of a slot do.
         if candidates.branches is None:
             key = slot, self.tree.tokens[parent] if parent >= 0 and candidates.behind else -1
         else:
@@ -172,6 +174,7 @@ class Growing:
     def _push(self, slot: int, rank: int, parent: int, parent_gain: float) -> None:
         """Add the candidate of this rank to the frontier, if there is one."""
         if slot < len(self._candidates.tokens_KM) and rank < len(chances := self._at(slot, parent)[2]):
+            # Of equal gains the older parent comes first: the tree is the same in every run.
             heapq.heappush(self._frontier, (-parent_gain * chances[rank], parent, slot, rank, parent_gain))
 
 
@@ -229,7 +232,7 @@ def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> TargetRanks:
     """Compares the tokens that the target generated in one round with the drafter's candidates: counts the leading
     slots at which the top candidate was right, and finds the rank of the target's token at the slot after them."""
     for slot, token in enumerate(tokens[: len(candidates.tokens_KM)]):
-        likely = candidates.at(tokens[:slot])[0]
+        likely = candidates.at(tokens[:slot])[0]  # never empty: `tokens[:slot]` are top tokens
         if likely[0] != token:
             return TargetRanks(slot, likely.index(token) if token in likely else NONE_OF_THEM)
     return TargetRanks(min(len(tokens), len(candidates.tokens_KM)), None)
