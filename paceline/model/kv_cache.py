@@ -27,6 +27,7 @@ class KVCache(ABC):
         self.generations = [0] * num_rows
         """Number of allocations of each row so far. If it has changed, data remembered about the row's contents is
         invalid."""
+        # Lowest last, and allocated first: a recorded pass computes all rows up to the highest one in use.
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -62,6 +63,7 @@ class KVCache(ABC):
         """Release a row: its length becomes 0, and it may be allocated again."""
         assert row not in self._free, f"row {row} freed twice"
         self.lengths[row] = 0
+        # The contents stay: `adopt` may still copy them, until the row is allocated again.
         self._free.append(row)
         self._free.sort(reverse=True)
 
@@ -104,7 +106,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)  # one huge page spans many rows: a single token would allocate it whole
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)  # keeps `pages` alive
 
 
 class LayeredKVCache(KVCache):
@@ -134,7 +136,7 @@ class LayeredKVCache(KVCache):
             for layer, (num_kv_heads, head_dim) in enumerate(heads):
                 shape = (num_rows, num_kv_heads, max_len + slack, head_dim)
                 for tensors in (self.keys, self.values):
-                    is_own = sources[layer] == layer
+                    is_own = sources[layer] == layer  # a source comes before its readers
                     tensors.append(_zeros(shape, dtype, device) if is_own else tensors[sources[layer]])
         owners = sorted(set(sources))
         self._stored = [tensors[layer] for tensors in (self.keys, self.values) for layer in owners]
@@ -152,6 +154,7 @@ class LayeredKVCache(KVCache):
 
     def _move(self, row: int, start: int, slots: list[int]) -> None:
         for tensor in self._stored:
+            # The list makes a copy first: source and destination may overlap.
             tensor[row, :, start : start + len(slots)] = tensor[row, :, [start + slot for slot in slots]]
 
 
@@ -193,11 +196,12 @@ class StaticKVCache(KVCache):
             positions = self.keys.shape[3]
             whole = min(-(-length // _TOGETHER) * _TOGETHER, positions)  # some layouts interleave positions
             for tensor in (self.keys, self.values):
-                flat = tensor.flatten(3)
+                flat = tensor.flatten(3)  # a view: the cache is contiguous
                 size = whole * tensor.shape[4]
                 flat[:, row, :, :size] = flat[:, source, :, :size]
         self.lengths[row] = length
 
     def _move(self, row: int, start: int, slots: list[int]) -> None:
         for tensor in (self.keys, self.values):
+            # PyTorch selects `row` before the list applies; NumPy would move the list's dimension to the front.
             tensor[:, row, :, start : start + len(slots)] = tensor[:, row, :, [start + slot for slot in slots]]

@@ -170,7 +170,7 @@ class Recordings(Generic[AnyRegion]):
 
     def _add(self, shape: Shape) -> None:
         """Capture a region of this shape; if that fails, log it, and its work is computed eagerly."""
-        self._regions[shape] = None
+        self._regions[shape] = None  # stays if the capture fails: it is not tried again
         try:
             region = self.make(*shape)
             self._recorder.record(region)

@@ -97,6 +97,7 @@ class FixedStage:
         """
         depths_BJ, bits_BJ = relation_2BJ
         held_B = (starts_B - committed_B).masked_fill(counts_B == 0, 0)
+        # As `DeltaCache._too_many`, since J is at most HALF: HALF positions stay pending.
         gone_B = (held_B - HALF).masked_fill(held_B + depths_BJ.shape[1] <= room, 0)
         return cls(counts_B, gone_B, held_B - gone_B, depths_BJ, bits_BJ, live_T)
 
@@ -110,9 +111,11 @@ class FixedStage:
         seen_BJJ = (self.bits_BJ[:, :, None] >> slot_J) & 1 != 0
         wanted_BJK = self.depths_BJ[..., None] - torch.arange(kernel - 1, -1, -1, device=device)
         is_own_BJKJ = seen_BJJ[:, :, None] & (self.depths_BJ[:, None, None] == wanted_BJK[..., None])
+        # A token has one ancestor of each depth: the sum is its slot.
         own_BJK = kernel - 1 + (is_own_BJKJ * slot_J).sum(-1)
         before_BJK = torch.where(wanted_BJK < 0, kernel - 1 + wanted_BJK, own_BJK)
         places = torch.arange(num_rows * count, device=device).view(num_rows, count)
+        # A row that commits nothing may have more than HALF left, but its positions then move by 0.
         commit = Commit(rows_B, self.gone_B, room - HALF, HALF)
         live_BJ = self.live_T.view(num_rows, count)
         return Stage(rows_B, places, self.held_B, room, seen_BJJ, before_BJK, commit, live_BJ)
@@ -226,7 +229,7 @@ class DeltaCache(StaticKVCache):
         self._unread.discard(row)
         for memory in self.memories:
             memory.states_BHKV[row] = 0.0
-            memory.windows_BWX[row] = 0.0
+            memory.windows_BWX[row] = 0.0  # the pending window is read only up to `held`
 
     def lost(self, rows: list[int]) -> Iterator[ForwardBatch]:
         """Yield a pass for each of `rows` whose recurrent state was lost; running the pass recomputes the state. A
@@ -236,7 +239,7 @@ class DeltaCache(StaticKVCache):
         is yielded.
         """
         for row in sorted(self._unread.intersection(rows)):
-            tokens = self._tokens[row]
+            tokens = self._tokens[row]  # `_forget` binds a new list, so this one stays
             self._forget(row)
             self.lengths[row] = 0
             yield ForwardBatch([row], [0], [len(tokens)], tokens, "none")
@@ -313,6 +316,7 @@ class DeltaCache(StaticKVCache):
 
     def _too_many(self, held: int, count: int) -> int:
         """Positions to commit when `count` more arrive."""
+        # At most HALF stay, fewer if more than room - HALF arrive.
         return 0 if held + count <= self.room else held - min(held, HALF, max(self.room - count, 0))
 
     def _stage(
@@ -348,7 +352,7 @@ class DeltaCache(StaticKVCache):
         if count <= self.room:
             return
         for memory in self.memories:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # inference tensors could not be changed outside that mode
                 larger = self._memory(count)
             for old, new in zip(memory.pending, larger.pending, strict=True):
                 new[:, : self.room] = old

@@ -83,6 +83,7 @@ class StaticPass(Region):
         self._decoder = decoder
         self._num_rows, self._count = num_rows, count
         device, size = decoder.device, num_rows * count
+        # Counts of 0: warm-up and capture write to scratch positions only, also while rows are in use.
         self._inputs = torch.zeros(size + 3 * num_rows, dtype=torch.long, device=device)
         tokens_T, self.starts_B, self.counts_B, self.committed_B = self._inputs.split([size, *[num_rows] * 3])
         """committed_B: number of each row's positions in the states of gated delta nets, which the pass increases."""
@@ -130,7 +131,7 @@ class StaticPass(Region):
         if isinstance(decoder.kv, DeltaCache):
             own = starts_B, counts_B, self.committed_B
             stages = FixedStage.of(*own, decoder.kv.room, self.relation_2BJ, live_T)
-            self.committed_B.add_(stages.gone_B)
+            self.committed_B.add_(stages.gone_B)  # the host counts the same: `DeltaCache.passed`
         hidden, taps = decoder.run_layers(tokens_BJ.flatten(), plans, self._writer, tables, stages)
         self.logits_TV.copy_(decoder.head(decoder.final_norm(hidden)))
         if self.taps_TF is not None and taps is not None:
@@ -175,7 +176,7 @@ class StaticPass(Region):
 def _chains(num_rows: int, count: int) -> Tensor:
     """Depths and bits [2, B, J] of rows whose tokens form chains."""
     slot_J = torch.arange(count)
-    return torch.stack([slot_J, (2 << slot_J) - 1])[:, None].repeat(1, num_rows, 1)
+    return torch.stack([slot_J, (2 << slot_J) - 1])[:, None].repeat(1, num_rows, 1)  # bits 0 to j
 
 
 class GraphDecoder(Decoder):
@@ -247,7 +248,7 @@ class GraphDecoder(Decoder):
         if is_prompt or longest > MAX_COUNT:
             return self._ordinary(batch)
         self._read_again(batch)
-        count = self._grid.round_up(1, longest) or MAX_COUNT
+        count = self._grid.round_up(1, longest) or MAX_COUNT  # too wide for the grid: `find` returns None
         static = self._tapping().find(max(batch.rows) + 1, count)
         if static is None:
             return self._ordinary(batch)
@@ -259,6 +260,7 @@ class GraphDecoder(Decoder):
         self.experts_read = static.chosen_LTK
         logit_places = [places[index] for index in batch.logit_rows]
         taps_TF = None if static.taps_TF is None else self._at(static.taps_TF, places)
+        # Views of buffers that the next pass overwrites, unless `_at` had to gather rows.
         return ForwardOutput(self._at(static.logits_TV, logit_places), taps_TF)
 
     def _ordinary(self, batch: ForwardBatch) -> ForwardOutput:

@@ -58,7 +58,7 @@ class Sight:
         """Return which of the first `length` cache positions each token attends to: bool [B, J, length]."""
         slot_J = torch.arange(self.count, device=self.starts_B.device)
         place_BS = torch.arange(length, device=self.starts_B.device) - self.starts_B[:, None]
-        at_BS = place_BS.clamp(0, self.count - 1)
+        at_BS = place_BS.clamp(0, self.count - 1)  # valid indices; other places are masked below
         if self.bits_BJ is not None:
             own = (self.bits_BJ[:, :, None] >> at_BS[:, None]) & 1 != 0
         else:
@@ -116,6 +116,7 @@ class Tiles:
             return cls(min(stacked, 32), 32, channels, warps=4, stages=1)
         keys = min(64, max(32, _LOADED // channels))
         sizes = [(members, stages) for members in (128, 64, 32, 16) for stages in (3, 2)]
+        # Bytes of 16-bit queries, and of `stages` blocks of keys and of values.
         fitting = [size for size in sizes if 2 * channels * (min(stacked, size[0]) + 2 * size[1] * keys) <= shared]
         most, stages = fitting[0] if fitting else (16, 1)
         members = min(stacked, most)
@@ -156,6 +157,7 @@ def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, s
     tiles = Tiles.of(group, count, head_dim, keys.dtype, _shared_bytes(keys.device))
     splits = tiles.splits(pairs, stacked, positions)
     one = {"dtype": torch.float32, "device": query_THD.device}
+    # `combine_splits` reads a query's weights and maxima of all splits at once: splits come last there.
     sums = torch.empty(pairs, splits, stacked, head_dim, **one)
     weights, maxima = (torch.empty(pairs, stacked, splits, **one) for _ in range(2))
     out_TX = torch.empty(tokens, heads * head_dim, dtype=query_THD.dtype, device=query_THD.device)

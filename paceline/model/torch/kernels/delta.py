@@ -62,6 +62,7 @@ def recur(
     sizes, tile, slots = _constants(shape, room, count)
     pending = memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH
     lengths = stage.gone_B, stage.held_B
+    # In this order: `commit` reads the keys and decays that `convolve` then moves to the front.
     _launch("commit", (tiles, heads, num_rows), [memory.states_BHKV, *pending, *lengths], **sizes, **tile, num_warps=4)
     _launch(
         "convolve",

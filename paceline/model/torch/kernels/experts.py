@@ -102,7 +102,7 @@ def mix(
     (num_tokens, hidden), per_token, device = inputs_TD.shape, chosen_TK.shape[1], inputs_TD.device
     num_experts, _, inner = stack.down_EDI.shape
     num_pairs, has_lists = chosen_TK.numel(), num_tokens > FEW
-    lists = counts = chosen_TK
+    lists = counts = chosen_TK  # placeholders: not read without lists
     if has_lists:
         lists = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=device)
         counts = torch.empty(num_experts, dtype=torch.int32, device=device)
@@ -110,6 +110,7 @@ def mix(
         _launch("list_pairs", (num_experts,), arguments, PER_TOKEN=per_token, BLOCK_P=next_power(per_token), BLOCK_T=64)
     is_by_pair = not has_lists and num_pairs <= num_experts
     slots = num_pairs if is_by_pair else num_experts
+    # With lists: about twice an expert's mean number of pairs, so that one block is enough for most.
     block_t = FEW if not has_lists else min(64, max(16, next_power(2 * num_pairs // num_experts)))
 
     pairs = _Pairs(chosen_TK, lists, counts, num_tokens, slots, block_t, has_lists, is_by_pair)
@@ -151,6 +152,7 @@ def _multiply(inputs: Tensor, stack: ExpertStack, pairs: _Pairs, size: int, *, i
     block_n = 32 if pairs.block_t <= 32 else 64
     if pairs.slots * -(-size // block_n) < _BUSY:
         block_n = 16
+    # Rows of padding pairs stay unwritten: `combine` does not read them.
     out = torch.empty(num_pairs, size, dtype=inputs.dtype, device=inputs.device)
     _launch(
         "multiply",

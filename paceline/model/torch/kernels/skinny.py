@@ -84,6 +84,7 @@ def product(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: 
 
     launched: Any = skinny_triton
     out = inputs_TD.new_empty(*inputs_TD.shape[:-1], size)
+    # 2 to 16 tokens are computed as 16, the fewest rows of `tl.dot`.
     with torch.cuda.device_of(inputs_TD):
         launched.skinny[(size // tile.rows,)](
             inputs_TD, weight, weight if bias is None else bias, out, num_tokens, size,

@@ -49,8 +49,8 @@ def attend_split(
     end = start + tl.load(counts_B + row).to(tl.int32)
     begin = 0
     if HAS_WINDOW:
-        begin = tl.maximum(start + 1 - window, 0)
-    share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
+        begin = tl.maximum(start + 1 - window, 0)  # the first position that the first new token sees
+    share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N  # whole blocks; the last splits may be empty
     first = begin + split * share
     last = tl.minimum(first + share, end)
 
@@ -82,9 +82,9 @@ def attend_split(
             score_MN = cap * (2 * tl.sigmoid(score_MN * (2 / cap)) - 1)  # tanh
         score_MN *= LOG2_E
         place = at - start  # index among the row's new tokens, negative before them
-        seen = is_key[None, :] & (member >= 0)[:, None]
+        seen = is_key[None, :] & (member >= 0)[:, None]  # `member >= 0` always holds: it adds a dimension
         if HAS_BITS:
-            bit = tl.minimum(tl.maximum(place, 0), 31)
+            bit = tl.minimum(tl.maximum(place, 0), 31)  # a valid shift, also for places before the pass
             seen &= (place < 0)[None, :] | (((bits[:, None] >> bit[None, :]) & 1) != 0)
         elif IS_CAUSAL:
             seen &= place[None, :] <= slot[:, None]

@@ -35,7 +35,7 @@ def commit(
         pending = row * ROOM + place
         decays = tl.load(decays_ptr + pending * NUM_HEADS + head, mask=goes, other=0.0)
         total = tl.sum(decays, 0)
-        rest = tl.exp(total - tl.cumsum(decays, 0))
+        rest = tl.exp(total - tl.cumsum(decays, 0))  # what the positions after each one leave of it
         key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
         key_at = (pending * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
         keys_RK = tl.load(keys_ptr + key_at, mask=goes[:, None] & (key < KEY), other=0.0) * rest[:, None]
@@ -121,8 +121,9 @@ def convolve(
     mask_JX = is_live[:, None] & is_own
     for back in tl.static_range(TAPS):
         wanted = depth - back
+        # A token has one ancestor of each depth, itself included: the sum is its slot.
         ancestor = tl.sum(tl.where(is_seen & (depth == wanted[:, None]), slot, 0), 1)
-        before = held + wanted
+        before = held + wanted  # if wanted < 0: place in the pending window; below 0, in the inputs before it
         is_before = wanted < 0
         own_JX = tl.load(fused_at + ancestor[:, None] * num_columns, mask=mask_JX & (~is_before)[:, None], other=0.0)
         trail_mask = mask_JX & (is_before & (before >= 0))[:, None]
@@ -177,6 +178,7 @@ def recur(
     raw = tl.load(raw_at, mask=is_live, other=0.0).to(tl.float32)
     beta = (1.0 / (1.0 + tl.exp(-raw))).to(fused_ptr.dtype.element_ty).to(tl.float32)
     step = tl.load(raw_at + NUM_HEADS, mask=is_live, other=0.0).to(tl.float32) + tl.load(step_ptr + head)
+    # Linear above 20, as `F.softplus`.
     softplus = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
     decay = tl.where(is_live, tl.load(rate_ptr + head) * softplus, 0.0)
     bits = tl.load(bits_ptr + token, mask=is_live, other=0).to(tl.int32)
@@ -202,6 +204,7 @@ def recur(
         query_at = (token * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
         query_JK = tl.load(query_ptr + query_at, mask=is_live[:, None] & is_key, other=0.0)
         key_at = (own_trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        # `convolve` has already appended the new keys to the window.
         key_JK = tl.load(keys_ptr + key_at, mask=is_live[:, None] & is_key, other=0.0)
         state_at = ((row * NUM_HEADS + head) * KEY + key)[:, None] * VALUE + value
         state_KV = tl.load(states_ptr + state_at, mask=is_key[:, None] & is_value & (count > 0), other=0.0)
@@ -214,6 +217,7 @@ def recur(
         known_JJ += tl.dot(key_JK, tl.trans(key_JK), input_precision="tf32x3")
         score_JJ += tl.dot(query_JK, tl.trans(key_JK), input_precision="tf32x3")
     fade_J1 = tl.exp(sums)[:, None]
+    # No exponent is positive: decays are at most 0, and `sums` include all that `old_sums` do.
     fade_JR = tl.where(is_held[None, :], tl.exp(sums[:, None] - old_sums), 0.0)
     known_JV = known_JV * fade_J1 + tl.dot(known_JR * fade_JR, old_RV, input_precision="tf32x3")
     output_JV = output_JV * fade_J1 + tl.dot(score_JR * fade_JR, old_RV, input_precision="tf32x3")
@@ -233,6 +237,7 @@ def recur(
     output_JV = tl.where(is_live[:, None], output_JV, 0.0)
     tl.store(out_ptr + value_at, output_JV.to(out_ptr.dtype.element_ty), mask=(slot < COUNT)[:, None] & is_value)
     tl.store(changes_ptr + (own_trail * NUM_HEADS + head)[:, None] * VALUE + value, change_JV, mask=mask_JV)
+    # Equal in all tiles of values: the first one writes.
     tl.store(decays_ptr + own_trail * NUM_HEADS + head, decay, mask=is_live & (tl.program_id(0) == 0))
 
 

@@ -65,6 +65,7 @@ def list_pairs(
         pair_TP = token[:, None] * PER_TOKEN + place
         mask_TP = (token < num_tokens)[:, None] & (place < PER_TOKEN)
         is_own_TP = tl.load(chosen_ptr + pair_TP, mask=mask_TP, other=-1) == expert
+        # A token has an expert at most once: the sums over its experts pick one pair, or none.
         own = tl.sum(is_own_TP.to(tl.int32), 1)
         pair = tl.sum(tl.where(is_own_TP, pair_TP, 0), 1)
         at = expert * num_tokens + count + tl.cumsum(own, 0) - 1
@@ -118,7 +119,7 @@ def multiply(
         before = tl.arange(0, BLOCK_S)
         earlier = tl.load(chosen_ptr + before, mask=before < slot, other=-1)
         is_idle = (expert < 0) | (tl.sum((earlier == expert).to(tl.int32), 0) > 0)
-        count = tl.where(is_idle, 0, num_tokens)
+        count = tl.where(is_idle, 0, num_tokens)  # an idle program skips the loop: no address of expert -1 is read
     if HAS_LISTS:
         count = tl.load(counts_ptr + slot)
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -99,12 +99,14 @@ def heads(
             half: tl.constexpr = ROTARY // 2
             is_rotated = at < ROTARY
             partner_at = tl.where(at < half, at + half, at - half)
+            # The partner comes from memory, as another lane of `own` cannot be read: not normed yet.
             partner = tl.load(own_ptr + partner_at, mask=is_rotated, other=0.0)
             if HAS_NORM:
                 weight_at = weight_ptr + head * SIZE
                 partner = _weighted(partner.to(tl.float32), scale, weight_at, partner_at, is_rotated, IS_WIDE, dtype)
             cos = tl.load(cos_ptr + token * ROTARY + at, mask=is_rotated, other=0.0).to(tl.float32)
             sin = tl.load(sin_ptr + token * ROTARY + at, mask=is_rotated, other=0.0).to(tl.float32)
+            # Rounded after the product and after the sum, as `Rope.rotate` does.
             product = (own.to(tl.float32) * cos).to(dtype).to(tl.float32)
             rotated = (product + partner.to(tl.float32) * sin).to(dtype)
             own = tl.where(is_rotated, rotated, own)
