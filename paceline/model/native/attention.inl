@@ -129,6 +129,7 @@ inline void attend_rows(const Attention& a, int row) {
     for (int index = 0; index < Rows; ++index)
         softmax<T>(scores + index * ldscores, begin, first_key(a, row + index), end_key(a, row + index), padded_end,
                    a.sink);
+    // With paths, the pair with a.position is left to weigh_path, which adds positions one by one.
     const int end =
         a.paths ? a.position / kTogether<T> * kTogether<T> : (a.end + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
     int column = 0;

@@ -110,6 +110,7 @@ void Forward::convolve(const PnLayer& layer, const PnMemory& memory, int token, 
         } else if (--before >= 0) {
             rows[tap] = memory.inputs + (int64_t(row) * cache_.room + before) * channels;
         } else {
+            // `before` is negative: counted from the end of the row's window.
             rows[tap] = memory.windows + (int64_t(row + 1) * (taps - 1) + before) * channels;
         }
     }
@@ -117,7 +118,7 @@ void Forward::convolve(const PnLayer& layer, const PnMemory& memory, int token, 
     kernels_.convolve({rows, layer.delta_kernel, channels, taps, first, size}, out);
     if (!is_value)
         kernels_.norm_floats(out, model_.delta_units.data() + (head < key_heads ? 0 : key_dim), size,
-                             kUnitEps / float(size), out);
+                             kUnitEps / float(size), out);  // added to the mean, not the sum
 }
 
 // Betas and decays of a token.
@@ -172,6 +173,7 @@ void Forward::delta_head(int thread, const PnMemory& memory, int row_index, int 
         }
         const int fresh = std::max(gone - held, 0);  // the first token of the pass that is not in the state
         kernels_.dots(new_keys + fresh * channels, channels, token - fresh, key, key_dim, of_key + held + fresh);
+        // One more than of the key: the output also sees the token's own change, by of_query[all].
         kernels_.dots(new_keys + fresh * channels, channels, token + 1 - fresh, query, key_dim,
                       of_query + held + fresh);
         // Sums of decays run along the path; tokens outside the path have weight zero.
@@ -188,13 +190,14 @@ void Forward::delta_head(int thread, const PnMemory& memory, int row_index, int 
             for (int at = fresh; at < token; ++at) walk(at);
         }
         sum += new_decays[int64_t(token) * heads];
+        // Outside the path `sums` are those of an earlier token, and not read.
         for (int at = gone; at < all; ++at)
             weights[at] = at < held || weights[at] != 0.0f ? std::exp(sum - sums[at]) : 0.0f;
         const float left = std::exp(sum);
         const auto read = [&](const float* from, const float* products, float* out) {
             for (int at = 0; at < key_dim; ++at) vector[at] = from[at] * left;
             kernels_.combine(state, dim, vector, key_dim, dim, out);
-            for (int at = gone; at < all; ++at) sums[at] = weights[at] * products[at];
+            for (int at = gone; at < all; ++at) sums[at] = weights[at] * products[at];  // sums are no longer needed
             if (gone < held) kernels_.combine(old_changes + gone * values, values, sums + gone, held - gone, dim, out);
             kernels_.combine(new_changes + fresh * values, values, sums + held + fresh, token - fresh, dim, out);
         };
@@ -274,7 +277,7 @@ void Forward::keep_trail(const PnMemory& memory, int row_index, int kind) {
     const auto from = [&](int at) {
         return at < held ? own + at * source.size : source.fresh + (at - held) * source.stride;
     };
-    if (kind == 0 && gone) {
+    if (kind == 0 && gone) {  // before the inputs that it reads move
         float* window = memory.windows + int64_t(row) * windows * channels;
         for (int at = 0; at < windows; ++at) {
             const int place = gone - windows + at;  // ascending: none is overwritten before it is read

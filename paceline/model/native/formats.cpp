@@ -57,7 +57,7 @@ void read_q6_k(const uint8_t* from, int sub, RowBlock& out) {
 void read_iq4_xs(const uint8_t* from, int sub, RowBlock& out) {
     out.scale = half_of(from);
     const int factor = (from[4 + sub / 2] >> sub % 2 * 4 & 15) | (half_of(from + 2) >> sub * 2 & 3) << 4;
-    out.factors[0] = uint8_t(factor - 32);
+    out.factors[0] = uint8_t(factor - 32);  // to be read as a signed byte
     read_nibbles(from + 8 + sub * kBlock / 2, out.codes);
 }
 
@@ -88,6 +88,7 @@ RowBlock read_block(int format, const uint8_t* row, int number) {
     from += 2;
     if (form.has_minima) out.minimum = half_of(from), from += 2;
     if (form.bits == 8) {
+        // Signed bytes become unsigned ones, with an offset of 128.
         for (int col = 0; col < kBlock; ++col) out.codes[col] = from[col] ^ 128u;
         return out;
     }

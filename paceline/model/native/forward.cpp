@@ -27,7 +27,7 @@ int32_t Forward::prepare() {
         first_token_.push_back(int(model_.token_row.size()));
         if (place_tokens(index) != 0) return -1;
     }
-    const int* slots = model_.path_slots.data();
+    const int* slots = model_.path_slots.data();  // only now: the vector may have moved while it grew
     for (TreePath& path : model_.paths) path.slots = slots, slots += path.size;
     num_tokens_ = int(model_.token_row.size());
     if (num_tokens_ == 0) return fail("a pass needs at least one token");
@@ -62,6 +62,7 @@ int32_t Forward::place_tokens(int index) {
         model_.paths.push_back({nullptr, size});
         model_.path_slots.resize(model_.path_slots.size() + size_t(size));
         auto slot = model_.path_slots.rbegin();
+        // From the token up to the root, written from the back: slots ascend.
         for (int node = offset; node >= 0; node = pass_.parents[first + node]) *slot++ = node;
     }
     return 0;
@@ -318,6 +319,7 @@ const Buffer& Forward::normed_input(int thread, const float* weight, int tapped_
     const Buffer& to = is_shared ? model_.input : model_.threads[size_t(thread)]->input;
     const auto norm = [&](int begin, int end) {
         for (int token = begin; token < end; ++token) {
+            // If tokens are few, every thread norms all of them, but only one taps each.
             if (is_shared || thread == token % pool_.size()) tap(token, tapped_layer, false);
             void* input = element(to, int64_t(token) * padded);
             if (weight) kernels_.norm(hidden(token), weight, config_.hidden_size, padded, config_.eps, input);
@@ -532,6 +534,7 @@ int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, co
                 const int64_t at =
                     (layer * cache->layer_stride + rows[index] * cache->row_stride + head * cache->head_stride) *
                     element;
+                // Slots ascend: a position is read before another one is moved there.
                 for (int to = 0; to < count; ++to)
                     if (slots[to] != to)
                         kernels.move(static_cast<uint8_t*>(cache->keys) + at, static_cast<uint8_t*>(cache->values) + at,

@@ -72,6 +72,7 @@ inline vf exp_of(vf x) {
     const vf clamped = smaller(larger(x, splat(-87.0f)), splat(88.0f));
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     const vf n = fused(clamped, splat(1.44269504088896341f), magic) - magic;
+    // ln 2 in two parts: n times the first, of few bits, is exact.
     const vf r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), clamped));
     vf p = splat(1.9875691500e-4f);
     p = fused(p, r, splat(1.3981999507e-3f));
@@ -80,7 +81,7 @@ inline vf exp_of(vf x) {
     p = fused(p, r, splat(1.6666665459e-1f));
     p = fused(p, r, splat(5.0000001201e-1f));
     p = fused(p, r * r, r + splat(1.0f));
-    const vi scale = (__builtin_convertvector(n, vi) + 127) << 23;
+    const vi scale = (__builtin_convertvector(n, vi) + 127) << 23;  // 2^n, as exponent bits
     vf power;
     __builtin_memcpy(&power, &scale, sizeof power);
     return x < splat(-87.0f) ? splat(0.0f) : p * power;
@@ -373,6 +374,7 @@ void multiply(const Product& product, void* scratch) {
                               product.row_bytes / int64_t(sizeof(T)), product.num_rows};
         for (int group = product.first_group, count = 1; group < product.last_group; group += count) {
             const int column = (group - product.base_group) * part.group_rows;
+            // Later panels add to what the first one wrote, bias and residual included.
             Output output = {product.y + column,
                              product.ldy,
                              column,
@@ -551,6 +553,7 @@ inline void rotated(const HeadInput& in, float* values) {
         for (int at = in.rotary_dim; at < in.head_dim; ++at) values[at] = from[at];
     for (int at = 0; at < half; at += kWidth) {
         const int left = half - at;
+        // Both halves are read before either is written: `from` may be `values`.
         const vf low = get_upto(from + at, left), high = get_upto(from + half + at, left);
         const vf cos_low = get_upto(in.cos + at, left), sin_low = get_upto(in.sin + at, left);
         const vf cos_high = get_upto(in.cos + half + at, left), sin_high = get_upto(in.sin + half + at, left);
@@ -585,6 +588,7 @@ void put_value(const float* x, int head_dim, int padded, void* values, int posit
     convert<T>(x, head_dim, head_dim, elements);
     T* to = static_cast<T*>(values) + int64_t(position / pair) * pair * padded + position % pair;
     for (int at = 0; at < head_dim; ++at) to[at * pair] = elements[at];
+    // Pairs are read whole, the next position with weight 0; but 0 times an old NaN there would be NaN.
     if (clear_next && pair == 2 && position % 2 == 0)
         for (int at = 0; at < head_dim; ++at) to[at * pair + 1] = T(0);
 }
@@ -655,6 +659,7 @@ inline void score(const Scoring& scoring) {
         for (int first = 0; first < scoring.num_rows; first += kRows / kVectors) {
             const float* before[kRows / kVectors];
             for (int row = 0; row < kRows / kVectors; ++row)
+                // Rows too many compute the first again, and are not written.
                 before[row] =
                     scoring.before + int64_t(first + row < scoring.num_rows ? first + row : first) * scoring.rank;
             vf sums[kRows / kVectors][kVectors] = {};

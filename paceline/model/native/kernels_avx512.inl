@@ -223,6 +223,7 @@ inline void wide_tile(const PnPanel& panel, const uint8_t* group, const uint8_t*
                     high = _mm512_dpbusd_epi32(high, bytes[at], _mm512_set1_epi32(inputs[at]));
                     low = _mm512_dpbusd_epi32(low, bytes[at], _mm512_set1_epi32(inputs[8 + at]));
                 });
+                // The integer is exact, less than 2^28; its conversion rounds, in all instruction sets alike.
                 const __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
                 const __m512 sum = _mm512_set1_ps(own.sum<form.halves>(at_block, half));
                 acc[row] = _mm512_fmadd_ps(exact, _mm512_mul_ps((__m512)weight.scale[half], factor), acc[row]);
@@ -284,6 +285,7 @@ struct BlockFloats {
 // 32 elements as whole numbers, of eight neighbours first those at even places, then the others.
 inline __m512i whole_numbers(const bfloat* from, __m512 inverse) {
     const __m512i elements = _mm512_loadu_si512(from);
+    // Of NaN the conversion makes the least integer, which saturates to -32768: as `rounded` of other units.
     return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(first_of(elements), inverse)),
                               _mm512_cvtps_epi32(_mm512_mul_ps(second_of(elements), inverse)));
 }

@@ -28,6 +28,7 @@ inline vf fetch(const bfloat* from) { return widen(from); }
 inline float total(const vf (&sum)[kParts]) {
     float lanes[8];
     __builtin_memcpy(lanes, sum, sizeof lanes);
+    // The tree of sum_of.
     return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 

@@ -49,6 +49,7 @@ void release_weights(void* data) { free(data); }
 void* allocate_weights(size_t bytes) {
     bytes = round_up(bytes, 64);
     std::lock_guard<std::mutex> lock(mutex);
+    // Bytes of a slab are given out once, so they are still zero; it is freed when all its matrices are.
     for (Slab& slab : slabs) {
         if (slab.size - slab.used < bytes) continue;
         uint8_t* data = slab.data + slab.used;

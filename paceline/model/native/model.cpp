@@ -280,6 +280,7 @@ PnModel* pn_model_new(const PnConfig* config) {
         if (config->num_layers > 0) model->layers.assign(config->layers, config->layers + config->num_layers);
         model->config.layers = nullptr;
         const float key_dim = float(std::max(config->delta_key_dim, 1));
+        // A norm divides by the root of the mean: 1 / sqrt(dim) makes unit vectors, and queries have it once more.
         model->delta_units.assign(size_t(key_dim), 1.0f / key_dim);
         model->delta_units.resize(size_t(2 * key_dim), 1.0f / std::sqrt(key_dim));
         int num_attention = 0, num_delta = 0;

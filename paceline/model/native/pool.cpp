@@ -29,6 +29,7 @@ void wait_a_little(int spins) {
 
 bool Share::take(int part, int size, bool takes_all, bool is_own, int* from, int* to) {
     std::atomic<uint64_t>& taken = taken_[part];
+    // Relaxed: only counts are exchanged here; barriers publish the work itself.
     uint64_t before = taken.load(std::memory_order_relaxed);
     while (true) {
         const int front = int(before >> 32), back = int(uint32_t(before)), left = size - front - back;
@@ -70,9 +71,9 @@ void Pool::run(Job job, void* context) {
 
 void Pool::barrier() {
     if (num_threads_ == 1) return;
-    const unsigned phase = phase_.load(std::memory_order_relaxed);
+    const unsigned phase = phase_.load(std::memory_order_relaxed);  // before arriving: then it may change at once
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
-        arrived_.store(0, std::memory_order_relaxed);
+        arrived_.store(0, std::memory_order_relaxed);  // before the phase, which lets the next barrier begin
         phase_.store(phase + 1, std::memory_order_release);
         return;
     }
@@ -93,7 +94,7 @@ void Pool::wait_for_job(unsigned seen) {
 }
 
 void Pool::work(int thread) {
-    for (unsigned seen = 0;; ++seen) {
+    for (unsigned seen = 0;; ++seen) {  // `run` waits for all threads: none misses a job
         wait_for_job(seen);
         if (is_closing_.load()) return;
         job_(context_, thread);

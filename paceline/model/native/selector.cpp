@@ -99,7 +99,7 @@ private:
             for (int row = begin; row < end; ++row) choose(thread, row);
         });
         if (num_threads_ > 1) pool_.barrier();
-        if (is_outside_) return;
+        if (is_outside_) return;  // all threads or none: it was set before the barrier
         score_.each(pick_.rows, num_threads_, 1, thread, [&](int begin, int end) {
             for (int row = begin; row < end; ++row) score(thread, row);
         });

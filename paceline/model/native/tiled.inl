@@ -118,7 +118,7 @@ struct TiledGroups {
         if (num_pieces > 1) multiply(Odd(), 1);
         store(Even());
         int piece = 2;
-        for (; piece + 3 < num_pieces; piece += 2) {
+        for (; piece + 3 < num_pieces; piece += 2) {  // up to piece + 3 is unpacked
             multiply(Even(), piece), store(Odd()), unpack(piece + 2), scale(stored[0], piece - 2, sums);
             multiply(Odd(), piece + 1), store(Even()), unpack(piece + 3), scale(stored[1], piece - 1, sums);
         }

@@ -44,6 +44,7 @@ struct ByteDots {
     static constexpr int word(int quarter, int part) { return part * 8 + quarter; }
     static vi add(vi sums, vi weights, vi inputs) { return Processor::dot(sums, weights, inputs); }
     static void put(uint8_t* inputs, int first, Shorts whole) {
+        // The sum does not overflow, as kPlaneRange is 128 below the largest number.
         const SmallBytes high = __builtin_convertvector((whole + 128) >> 8, SmallBytes);
         const SmallBytes low = __builtin_convertvector(whole, SmallBytes);
         __builtin_memcpy(inputs + first, &high, sizeof high);
@@ -123,6 +124,7 @@ PN_INLINE inline void whole_sums(const uint8_t* codes, const uint8_t* words, int
     } else {
         for (int piece = 0; piece < num_pieces; ++piece)
             each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, high); });
+        // At most 32 * 255 * 128 * 256, less than 2^28.
         each<Rows>([&](auto row) PN_INLINE { sums[row][0] <<= Dots::kShift, sums[row][1] <<= Dots::kShift; });
         for (int piece = 0; piece < num_pieces; ++piece)
             each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, low); });
