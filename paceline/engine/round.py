@@ -51,13 +51,13 @@ def decode_round(
     out = target.forward(verify_input(batch, draft, judge.only_argmax(batch)))
     verdict = judge(batch, draft, out)
     verified, recording_verify_s = time.perf_counter(), target.recording_s - recording_s - recording_draft_s
-    firsts = [seq.cached_len for seq in batch.sequences]
+    firsts = [seq.cached_len for seq in batch.sequences]  # before `commit`, which advances it
     num_committed_B = commit(batch, draft, verdict)
     slots_B = _slots(verdict, num_committed_B)
     if verdict.accepted_paths_B:
         target.cache.keep(batch.rows, firsts, slots_B)
     else:
-        target.cache.rollback(batch.rows, batch.cached_len_B)
+        target.cache.rollback(batch.rows, batch.cached_len_B)  # lengths after the commit
     drafter.observe(_observed(batch, draft, firsts, slots_B, out))
     takes_B = batch.takes_B or [Take(NONE)] * len(batch)
     return RoundStats(
@@ -108,6 +108,7 @@ def _parents(draft: DraftBlock) -> list[int]:
 def _slots(verdict: Verdict, num_committed_B: list[int]) -> list[list[int]]:
     """Returns the tokens of each row's pass that stay in the cache: the anchor and the committed drafts."""
     accepted_paths_B = verdict.accepted_paths_B or [None] * len(num_committed_B)
+    # Of `count` new tokens the last is not in the cache yet, but the anchor is: `count` positions stay.
     return [
         list(range(count)) if path is None else [0, *(node + 1 for node in path)][:count]
         for path, count in zip(accepted_paths_B, num_committed_B, strict=True)
@@ -164,7 +165,7 @@ def _observed(
     """Returns the anchor and the accepted drafts of each row: the positions that stay in the cache."""
     observed, begin = [], 0
     for seq, tokens, first, slots in zip(batch.sequences, draft.tokens_B, firsts, slots_B, strict=True):
-        if slots and slots[-1] == len(slots) - 1:
+        if slots and slots[-1] == len(slots) - 1:  # contiguous: the taps need no copy
             observed.append(Observed(seq, first, len(slots), out.taps_TF, begin))
         elif slots:
             taps_NF = None if out.taps_TF is None else out.taps_TF[[begin + slot for slot in slots]]
@@ -255,7 +256,7 @@ class RuleJudge:
         while True:
             node = path[-1] if path else -1
             if argmax_J is not None:
-                token = argmax_J[node + 1]
+                token = argmax_J[node + 1]  # row 0 is the anchor's
             else:
                 assert logits_JV is not None
                 token = self._draw(
@@ -271,7 +272,7 @@ class RuleJudge:
         committed token and the drafts."""
         if seq.params.logit_bias or seq.params.has_penalties or seq.shapes_logits:
             logits_JV = shape(seq, penalise(logits_JV[slots], seq.params, seq.tokens, seq.counts, path), path)
-            slots = list(range(len(slots)))
+            slots = list(range(len(slots)))  # `shape` and `penalise` returned the path's rows only
         if seq.params.is_greedy:
             return ForwardOutput(logits_JV[slots[-1] :][:1], None).best_T()[0]
         try:

@@ -45,6 +45,7 @@ class Scheduler:
             seq.row = row
             seq.timings.until_s = time.perf_counter()
             seq.timings.queue_s = seq.timings.until_s - seq.timings.arrival_s
+            # Before it is yielded: if the caller fails, `remove` has to find it.
             self.prefilling.append(seq)
             yield seq
 
@@ -146,8 +147,10 @@ class PrefixReuse:
 
     def _take_over(self, seq: Sequence) -> None:
         lengths = self._known(seq)
+        # Of equally long prefixes the own row's: nothing has to be copied.
         source = max(lengths, key=lambda row: (lengths[row], row == seq.row), default=None)
         if source is not None and lengths[source] >= LEAST:
+            # The drafter may take over fewer positions, and must then see the target compute the others.
             length = self._drafters.adopt(seq, source, lengths[source])
             if length:
                 self._target.cache.adopt(source, seq.row, length)
@@ -166,6 +169,7 @@ class PrefixReuse:
     def _still_held(self, given: int | None = None) -> dict[int, list[int]]:
         """Returns the tokens in rows without a sequence, unless the row was allocated since, also by another engine."""
         now = self._target.cache.generations
+        # The new request's own row, `given`, was allocated once more, for this request.
         return {row: tokens for row, (tokens, when) in self._left.items() if when + (row == given) == now[row]}
 
 
