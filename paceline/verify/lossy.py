@@ -142,6 +142,7 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
         chance_V = chances(lossy.rule, target_V, draft_V, allowed(lossy.rule, target_V))
         cost, coin = tilt(target_V, draft_V, chance_V), row.uniforms.accept(slot)
         is_lossy = cost.tv > 0 and ledger.holds(cost.tv)
+        # `max`: the float32 quotient in chance_V may be rounded below `lossless`.
         chance = max(float(chance_V[row.draft_tokens[slot]]), lossless) if is_lossy else lossless
         ledger.add(cost.tv, cost.kl(), lossless <= coin < chance) if is_lossy else ledger.add()
         if not coin < chance:
@@ -275,6 +276,7 @@ def _drawn_step(
         return own
     choice = own
     if own is None:
+        # One random number decides among all children; `reached`: chance that one of those so far is accepted.
         draw, reached, left = coin(), 0.0, 1.0
         for place, chance in enumerate(chance_N):
             reached, left = reached + left * chance, left * (1.0 - chance)

@@ -153,6 +153,7 @@ def block(row: CheckedRow) -> RowVerdict:
     on, and accepts the first of these prefixes that passes."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     probs_J = prefix_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)
+    # eta_i is `accept(i - 1)`, the random number of the i-th draft's slot.
     if num_drafted == 0 or row.uniforms.accept(num_drafted - 1) < probs_J[num_drafted]:
         return RowVerdict(num_drafted, row.draw(num_drafted))
     for num_accepted in range(num_drafted - 1, 0, -1):
@@ -217,7 +218,7 @@ def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, 
     """Returns the weights [V] from which the next token is sampled if exactly `num_accepted` drafts are accepted and
     the next is rejected: max(prefix_prob * target - draft, 0), not normalised. `prefix_prob`: 1 for rejection sampling;
     entry `num_accepted` of `prefix_probs` for block verification."""
-    weights_V = target_probs_JV[num_accepted] * prefix_prob
+    weights_V = target_probs_JV[num_accepted] * prefix_prob  # a copy, which may be changed in place
     if row.draft_probs_KV is not None:
         return weights_V.sub_(row.draft_probs_KV[num_accepted]).clamp_(min=0.0)
     weights_V[row.draft_tokens[num_accepted]] = 0.0  # prefix_prob * target is never above 1
