@@ -159,6 +159,7 @@ class Pool:
 
     def num_rows(self, member: Member) -> int:
         """Returns the number of sequences assigned to this pool entry."""
+        # A copy: metrics are read by another thread.
         return sum(leased is member for leased in self._leases.copy().values())
 
     @property
@@ -360,6 +361,7 @@ class Pool:
         """Release drafters without sequences, and set the target's taps: the default's layers first, in its order."""
         every = [self.default, *self.members.values(), *self.older]
         self.drafters = list({id(member.drafter): member.drafter for member in every}.values())
+        # A released drafter must not stay in memory.
         self._held = {row: held for row, held in self._held.items() if held in self.drafters}
         self.target.set_taps(tuple(dict.fromkeys(layer for drafter in self.drafters for layer in drafter.tap_layers)))
 

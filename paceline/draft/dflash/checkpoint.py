@@ -187,6 +187,7 @@ def _publish(staging: Path, folder: Path) -> None:
     sync_folder(staging)
     if not folder.exists():
         os.rename(staging, folder)
+    # A folder that existed was not replaced as a whole: its files are, one by one.
     for name in (DENSE, PACKED, INDEX, DRAFT_IDS, "config.json") if staging.exists() else ():
         if (staging / name).exists():
             os.replace(staging / name, folder / name)

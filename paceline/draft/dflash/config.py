@@ -121,6 +121,7 @@ class DFlashConfig:
         part(raw, path, "speculators", "speculators_config", "verifier")  # read by inspect and export
         _check_supported(raw, path)
         refuse_other_networks(own, {ARCHITECTURE: "dflash", ARCHITECTURE_2: "dflash2", DSPARK: "dspark"}, path)
+        # `decoder_config` requires a vocab_size; that of `shape` is not used.
         values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw | {"architectures": ["Qwen3ForCausalLM"]}
         shape = decoder_config(values, path)
         num_target_layers = whole(own, "num_target_layers", path, 0, least=0) or None

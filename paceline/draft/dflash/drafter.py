@@ -319,10 +319,10 @@ class DFlashDrafter(TappedDrafter):
         has_candidates = [tree or guess for tree, guess in zip(has_tree, predicts, strict=True)]
         drawn = [seq.kind == "sampled" and not each for seq, each in zip(sequences, has_candidates, strict=True)]
         width = max(limits)
-        needed = width if self.config.from_anchor else 1 + width
+        needed = width if self.config.from_anchor else 1 + width  # position 0, the anchor, drafts nothing
         # Recorded passes have one size; eager ones compute only the positions that are read.
         size = self.block_size if batch.whole_blocks or self._path.is_fixed else needed
-        with_confidence = not batch.whole_blocks or any(has_candidates)
+        with_confidence = not batch.whole_blocks or any(has_candidates)  # fixed planners ignore it
         reading = self._read(rows, anchors, width, size, with_confidence or any(drawn))
         candidates_B: list[Candidates | None] = [None] * len(limits)
         block.candidates_B = candidates_B if any(has_tree) else None
@@ -332,6 +332,7 @@ class DFlashDrafter(TappedDrafter):
             if drawn[place]:
                 block.tokens_B[index], block.probs_B[index], sure = reading.drawn(place, limits[index], seq)
             elif has_candidates[place]:
+                # The pass also writes the anchor: one position less for the tree.
                 most, count = min(self._cache.max_len - seq.cached_len - 1, MOST_NODES), max(batch.num_candidates, 1)
                 foresight = self.config.foresight if predicts[place] else None
                 candidates = reading.candidates(place, limits[index], seq, count, most, foresight)

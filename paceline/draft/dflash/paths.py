@@ -86,7 +86,7 @@ class TorchPath:
         self.kinds: list[Kind] = [
             (layer.window, is_causal) for layer, is_causal in zip(self._layers, config.is_causal, strict=True)
         ]
-        self._keys = self.cache.keys[0].chunk(shape.num_layers, dim=1)
+        self._keys = self.cache.keys[0].chunk(shape.num_layers, dim=1)  # views of each layer's heads
         self._values = self.cache.values[0].chunk(shape.num_layers, dim=1)
         self.group = shape.num_heads // shape.num_kv_heads
         self._static: StaticForms | None = None
@@ -331,7 +331,7 @@ class NativePath:
         if self._rows_V is not None:
             tokens = [self._rows_V[token] for token in tokens]
         self._buffers.fill(tokens=tokens, logit_rows=logit_rows)
-        self._buffers.fill(tap_layers=[self.config.shape.num_layers - 1])
+        self._buffers.fill(tap_layers=[self.config.shape.num_layers - 1])  # the last layer's, after the final norm
         best = self._buffers.room("argmax", len(logit_rows))
         self._model.forward(self._view, work)
         best_BK = [best[row * width : (row + 1) * width] for row in range(num_rows)]

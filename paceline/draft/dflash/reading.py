@@ -93,7 +93,7 @@ class Reading:
         if foresight:
             ranks = list[tuple[list[int], list[float]]]()
             for place, (tokens, logprobs) in enumerate(zip(tokens_KM[:num], logprobs_KM[:num], strict=True)):
-                noise = rng.Noise(seq.seed, len(seq.tokens) + place)
+                noise = rng.Noise(seq.seed, len(seq.tokens) + place)  # that of the target: `Uniforms.noise`
                 ranks.append(ranked(tokens, foresight.chances(logprobs, noise.exponentials(tokens)), count))
             return Candidates([tokens for tokens, _ in ranks], [logprobs for _, logprobs in ranks], most)
         return Candidates(tokens_KM[:num], logprobs_KM[:num], most)

@@ -132,6 +132,7 @@ class StaticInject(Region):
         inputs, begin = [[0] * self._num_rows for _ in range(2)], 0
         for row, start, count in zip(rows, starts, counts, strict=True):
             inputs[0][row], inputs[1][row] = start, count
+            # Positions after `count` keep stale values, whose results go to scratch positions.
             self._taps_BJF[row, :count] = taps_TF[begin : begin + count]
             begin += count
         self._inputs_2B.copy_(torch.tensor(inputs))
@@ -156,6 +157,7 @@ class StaticForms:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
         self._path, self._recorder = path, recorder
 
+        # One eager pass with idle rows gives the shapes of the outputs.
         results = StaticBlock(path, rows[-1], []).conclude(
             *torch.zeros(3, rows[-1], dtype=torch.long, device=path.device)
         )
