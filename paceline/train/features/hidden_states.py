@@ -125,7 +125,7 @@ class OnlineFeatures:
         if self._has_final:
             slot = self._tap_layers.index(self._target.num_layers - 1)
             return Features(taps_SF, taps_SF[:, slot * size : (slot + 1) * size])
-        return Features(taps_SF[:, :-size], taps_SF[:, -size:])
+        return Features(taps_SF[:, :-size], taps_SF[:, -size:])  # the last layer's tap is after the final norm
 
     def _run(self, tokens: list[int], row: int, known_SF: Tensor | None) -> Tensor:
         """Returns the taps of all positions, of which a prefix may be known, in passes of bounded size."""
@@ -143,6 +143,7 @@ class OnlineFeatures:
         if self._last is None or not self._target.is_width_invariant:
             return None
         last_tokens, taps_SF, last_row, generation = self._last
+        # Allocated only once since, by `_compute`: nothing else has written to the row.
         if (row, self._target.cache.generations[row]) != (last_row, generation + 1):
             return None
         length = num_common(last_tokens, tokens[:-1])
@@ -179,6 +180,7 @@ class Form:
     def coder(self, features: Features) -> Callable[[], Features]:
         """Encodes `features` and holds only the encoded tensors, to save memory. Returns a function that decodes
         them."""
+        # `encode` may return the source's own taps: a part of a larger tensor, which would stay in memory.
         tensors = {name: tensor.clone() if name == "taps" else tensor for name, tensor in self.encode(features).items()}
         return lambda: self.decode(tensors)
 

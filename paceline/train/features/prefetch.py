@@ -37,7 +37,7 @@ class PackPrefetcher:
         self._pieces = pieces
         is_gpu = torch.device(packer.device).type == "cuda"
         self._make = _Copier(packer).pack if is_gpu else partial(_in_memory, packer)
-        self._executor = ThreadPoolExecutor(1, "paceline-packs")
+        self._executor = ThreadPoolExecutor(1, "paceline-packs")  # one thread: `pieces` must be read in order
         self._packs = deque(self._executor.submit(self._next) for _ in range(depth))
 
     def take(self, chosen: list[Chosen]) -> Pack:

@@ -36,7 +36,7 @@ class Int8(Form):
 
     def encode(self, features: Features) -> dict[str, Tensor]:
         taps_SLD = (features.taps_SF.cpu().float() * self.scale_F).unflatten(1, (self.num_taps, -1))
-        scales_SL = taps_SLD.abs().amax(-1).clamp(min=1e-30) / LEVELS
+        scales_SL = taps_SLD.abs().amax(-1).clamp(min=1e-30) / LEVELS  # not 0 / 0 for a zero row
         taps8 = (taps_SLD / scales_SL[..., None]).round().to(torch.int8).flatten(1)
         tensors = {"taps8": taps8, "scales": scales_SL}
         return tensors if features.final_SD is None else tensors | {"final": features.final_SD.cpu().clone()}

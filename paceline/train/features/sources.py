@@ -132,6 +132,7 @@ class Sources:
 
     def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
         remote, needs_final = self.config.remote, self.config.loop.loss.needs_target_probs
+        # By identity: the source keeps `documents`, so that no other list gets this id.
         if id(documents) not in self._sources:
             inputs = (self.target, documents, self.taps, needs_final)
             if remote.features_from:
@@ -178,6 +179,7 @@ class Sources:
         return True
 
     def _streamed(self, source: MeasuredSource, form: Form) -> StreamedFeatures:
+        # Only thread-safe sources have `num_at_once`.
         width, num_threads = form.bytes_of(source.bytes_per_position), getattr(source, "num_at_once", 1)
 
         def size_of(number: int) -> int:

@@ -98,7 +98,7 @@ class StreamedFeatures:
         """Submits the next documents for which the buffer has room."""
         while (number := self._next_number()) is not None:
             size = self._size_of(number)
-            if self.held_bytes and self.held_bytes + size > self._budget:
+            if self.held_bytes and self.held_bytes + size > self._budget:  # one alone may exceed the budget
                 return
             self.held_bytes += size
             self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)

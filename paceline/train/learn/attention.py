@@ -260,7 +260,7 @@ class FlexAttention(SdpaAttention):
 def _padded(places: Tensor, least: int) -> Tensor:
     """Pads places to whole tiles, to at least `least` positions, with at least one padding position."""
     size = max(least, (places.shape[1] // TILE + 1) * TILE)
-    return F.pad(places, (0, size - places.shape[1]), value=PADDING)
+    return F.pad(places, (0, size - places.shape[1]), value=PADDING)  # padding attends to padding: no row is empty
 
 
 WAYS: dict[str, type[_PackedAttention]] = {"split": SplitAttention, "sdpa": SdpaAttention, "flex": FlexAttention}

@@ -170,7 +170,7 @@ class Trainer:
                 figures |= self._evaluate_all(notice)
                 self._keep_best(figures, is_last)
             on_step(figures)
-            is_stopped = not is_last and self.parallel.most(float(should_stop())) > 0
+            is_stopped = not is_last and self.parallel.most(float(should_stop())) > 0  # collective: all call or none
             if is_last or is_stopped or self.parallel.most(time.monotonic() - last_saved) > most_s:
                 self.save()
                 last_saved = time.monotonic()
@@ -221,7 +221,7 @@ class Trainer:
         rate = self.optimisers.step(learning_rate_share(self.share_done))
         num_blocks = sum(len(anchors_A) for _, anchors_A in chosen)
         num_tokens = sum(len(self.corpus.train[number]) for number, _ in chosen)
-        seconds = self.parallel.most(time.perf_counter() - began)
+        seconds = self.parallel.most(time.perf_counter() - began)  # equal in all processes, which decide by it
         self.state = replace(
             state,
             step=state.step + 1,
@@ -254,7 +254,7 @@ class Trainer:
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
-            is_measured = number == 0 and piece.weight > 0
+            is_measured = number == 0 and piece.weight > 0  # weight 0: a filler pack
             scalar, measured = self.pack_loss(self.pack(piece.chosen), head, num_slots, is_measured)
             self.parallel.backward(scalar * piece.weight, is_last=number == len(pieces) - 1)
             loss += float(scalar.detach()) * piece.weight
@@ -278,7 +278,7 @@ class Trainer:
             is_learning = config.learn == "all" and self.share_done >= config.selector_from
             sample = BlockSample(config.selector_share, f"{config.seed} {self.state.step}")
             selector_loss, selector_metrics = self.drafter.selector_loss(
-                hidden_TD, pack, self.heldout_head, self.embedding_VD, config.loss, num_slots,
+                hidden_TD, pack, self.heldout_head, self.embedding_VD, config.loss, num_slots,  # not a sampled head
                 is_measured=is_measured, is_learning=is_learning, sample=sample,
             )  # fmt: skip
             loss = loss + selector_loss

@@ -112,7 +112,7 @@ class SlotMetrics:
         - (2) The target's token is the drafter's most probable one.
         - (3) The target's token is one of the drafter's 16 most probable ones.
         - (4) As (2), at this and all earlier slots."""
-        return self.flat[1 : 1 + 4 * self._num_slots].unflatten(0, (4, -1))
+        return self.flat[1 : 1 + 4 * self._num_slots].unflatten(0, (4, -1))  # a view: writes change `flat`
 
     @property
     def selector_2(self) -> Tensor:
@@ -218,7 +218,7 @@ def _cross_entropy(
     """Computes the gradient by hand: the softmax overwrites the logits, and its gradient overwrites the softmax."""
     logits_RV = head.logits(hidden_RD)
     label_R = slots.labels_AK.flatten()[:, None]
-    metrics = measure(logits_RV, label_R, slots.valid_AK) if is_measured else None
+    metrics = measure(logits_RV, label_R, slots.valid_AK) if is_measured else None  # before they are overwritten
     probs_RV = softmax_over(logits_RV)
     chosen_R = probs_RV.gather(1, label_R).float().clamp_(min=1e-30)
     loss_AK = -chosen_R.log().view(slots.labels_AK.shape)

@@ -91,6 +91,7 @@ class Packer:
             taps.append(features.taps_SF[context.start : context.stop])
             starts.append(context.start)
             if features.final_SD is not None:
+                # A hidden state predicts the next token: that of slot k, from 0, is predicted at anchor + k.
                 before_AK = np.minimum(anchors_A[:, None] + np.arange(size - 1), len(document) - 1)
                 finals.append(features.final_SD[torch.from_numpy(before_AK)])
             tokens.append(document.tokens[anchors_A])
@@ -143,12 +144,14 @@ class PackBudget:
             return
         anchors_A, begin = np.sort(anchors_A), 0
         for end in range(1, len(anchors_A) + 1):
+            # One block alone is yielded even if it does not fit.
             if end == len(anchors_A) or not self._fits(anchors_A[begin : end + 1]):
                 yield number, anchors_A[begin:end]
                 begin = end
 
     def _fits(self, anchors_A: NDArray[np.int64]) -> bool:
         assert self.tokens is not None
+        # tokens^2 / 4: the most pairs of a pack of `tokens` positions, half of them context.
         pairs = len(anchors_A) * self.block_size * len(context_of(anchors_A, self.window))
         return self.size(anchors_A) <= self.tokens or pairs <= self.tokens**2 // 4
 
@@ -175,6 +178,7 @@ def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
     """Returns (document number, positions of its anchors) for every document: up to `number` evenly spread anchors, the
     same in every call."""
     return [
+        # Up to len - 2: the last anchor, too, has a token after it.
         (index, np.unique(np.linspace(document.answer_start, len(document) - 2, number).astype(np.int64)))
         for index, document in enumerate(documents)
     ]
