@@ -184,7 +184,7 @@ class Cluster:
 class _Session:
     """A running request, and the sums over its rounds."""
 
-    cluster: str
+    cluster: Cluster
     drafter: str
     credit: float = 0.0
     """Part of the cluster's exploration budget that it took."""
@@ -202,6 +202,8 @@ class Router:
     def __init__(self) -> None:
         self.clusters: dict[str, Cluster] = {}
         self._classes = Clusters()
+        self._pins: dict[str, str] = {}
+        """Cluster -> the drafter that it is pinned to, also while the cluster is evicted."""
         self._sessions: dict[int, _Session] = {}
 
     def begin(self) -> None:
@@ -219,12 +221,12 @@ class Router:
         name = self._classes.of(clusters)
         if self._classes.evicted:
             self.clusters.pop(self._classes.evicted, None)
-        cluster = self.clusters.setdefault(name, Cluster())
+        cluster = self.clusters.setdefault(name, Cluster(pinned=self._pins.get(name)))
         cluster.num_requests += 1
         if len(drafters) <= 2 and drafters[0] != NONE and cluster.pinned is None:
             return drafters[0], name  # no choice, so no statistics either
         drafter, credit = cluster.choose(drafters, self._first)
-        self._sessions[key] = _Session(name, drafter, credit)
+        self._sessions[key] = _Session(cluster, drafter, credit)
         arm = cluster.arms.setdefault(drafter, Arm())
         arm.num_given, arm.num_running = arm.num_given + 1, arm.num_running + 1
         return drafter, name
@@ -233,11 +235,14 @@ class Router:
         """Pin a cluster to a drafter: all its new requests get this drafter, unless it is clearly slower than plain
         decoding. None: let the router choose again. `cluster`: the cluster's name, or its label in metrics. Raises
         ConfigError for an unknown cluster."""
-        match = next((each for name, each in self.clusters.items() if cluster in (name, label(name))), None)
+        match = next((name for name in self.clusters if cluster in (name, label(name))), None)
         if match is None:
             known = ", ".join(map(label, self.clusters)) or "none"
             raise ConfigError(f"there is no cluster {cluster!r} here: there are {known}")
-        match.pinned = drafter
+        self.clusters[match].pinned = drafter
+        self._pins.pop(match, None)
+        if drafter is not None:
+            self._pins[match] = drafter
 
     def _first(self, drafter: str) -> int:
         """Returns how often a drafter is tried in a new cluster."""
@@ -267,21 +272,17 @@ class Router:
     def cancel(self, key: int) -> None:
         """Undo `choose` for the request with the id `key`, because another drafter serves it instead. Exploration
         credit that it had spent is returned."""
-        if session := self._sessions.pop(key, None):
-            cluster = self.clusters.get(session.cluster)
-            if cluster and (arm := cluster.arms.get(session.drafter)):
-                arm.num_given, arm.num_running = arm.num_given - 1, arm.num_running - 1
-                cluster.credit += session.credit
+        if (session := self._sessions.pop(key, None)) and (arm := session.cluster.arms.get(session.drafter)):
+            arm.num_given, arm.num_running = arm.num_given - 1, arm.num_running - 1
+            session.cluster.credit += session.credit
 
     def ended(self, key: int) -> None:
         """Add a finished request's totals to the statistics of its cluster. Call it for every request that ends, for
         any reason. `key`: its request id."""
-        session = self._sessions.pop(key, None)
-        cluster = self.clusters.get(session.cluster) if session else None
-        if session and cluster:
-            if arm := cluster.arms.get(session.drafter):
+        if session := self._sessions.pop(key, None):
+            if arm := session.cluster.arms.get(session.drafter):
                 arm.num_running -= 1
-            cluster.add(session.drafter, session.num_tokens, session.price, session.num_own, session.num_rounds)
+            session.cluster.add(session.drafter, session.num_tokens, session.price, session.num_own, session.num_rounds)
 
     def forget(self, drafter: str) -> None:
         """Discard the statistics of a drafter that was replaced or removed."""

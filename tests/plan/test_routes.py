@@ -3,6 +3,7 @@ noise."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -315,3 +316,22 @@ def test_a_cluster_that_is_pinned_gets_its_member_while_that_may_be_worth_it() -
     assert ask(151, 1.5, ["good", "none"]) == "good"
     with pytest.raises(ConfigError, match=r"no cluster 'tag:y' here: there are other, tag-"):
         router.pin("tag:y", "good")
+
+
+def test_an_evicted_cluster_keeps_its_pin_and_the_counts_of_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.plan.clusters.MOST_CLUSTERS", 1)
+    monkeypatch.setattr("paceline.plan.clusters.IDLE", 1)
+    router, members, keys = Router(), ["good", "bad", "none"], itertools.count()
+
+    def choose(tag: str, times: int) -> str:
+        return [router.choose(next(keys), (f"tag:{tag}",), members) for _ in range(times)][-1][0]
+
+    choose("x", 3)
+    router.pin("tag:x", "bad")
+    choose("y", 4)
+    assert "tag:x" not in router.clusters and "tag:y" in router.clusters
+    choose("x", 3)
+    assert {choose("x", 1) for _ in range(9)} == {"bad"}
+    for key in range(3):
+        router.ended(key)
+    assert all(arm.num_running >= 0 for arm in router.clusters["tag:x"].arms.values())
