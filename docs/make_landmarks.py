@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.simulate import landmarks
-from paceline.simulate.landmarks import TOLD, Served
+import landmarks
+from landmarks import TOLD, Served
 
 TARGET = Path(__file__).parent / "explanation" / "landmarks.md"
 CLOSE = 0.10

@@ -5,10 +5,9 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import landmarks
 import pytest
-
-from paceline.simulate import landmarks
-from paceline.simulate.landmarks import TOLD
+from landmarks import TOLD
 
 ROOT = Path(__file__).parents[2]
 BEST_LENGTHS = {

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from javascript import run_js
+from landmarks import COST, MOST, WAYS, walked
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -30,7 +31,6 @@ from paceline.simulate.costs.roofline import COLLECTIVE_LATENCY_S, Deployment, m
 from paceline.simulate.costs.rounds import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
 from paceline.simulate.costs.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.flags import METHODS, Serving, server_flags
-from paceline.simulate.landmarks import COST, MOST, WAYS, walked
 from paceline.simulate.speedup import Load, predict
 
 pytestmark = pytest.mark.slow

@@ -4,9 +4,9 @@ fitted to the rate of plain decoding alone.
     for row in served():
         row.published, row.without, row.within, row.error_with
 
-`landmarks.json` has the published figures, their sources and the assumptions; `python docs/make_landmarks.py` writes
-the tables into docs/explanation/landmarks.md. A published speed-up is not used in its own prediction: the overhead
-comes from the system's plain rate of one stream. Drafter costs, chances and contexts are those of a published
+`paceline/simulate/landmarks.json` has the published figures, their sources and the assumptions; `make_landmarks.py`
+writes the tables into docs/explanation/landmarks.md. A published speed-up is not used in its own prediction: the
+overhead comes from the system's plain rate of one stream. Drafter costs, chances and contexts are those of a published
 calculation (the walk-through).
 """
 
@@ -19,13 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import paceline.simulate
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.overhead import overhead_s, with_overhead
 from paceline.simulate.costs.roofline import MEASURED_LOCALITY, Deployment, distinct_experts
 from paceline.simulate.costs.rounds import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts
 from paceline.simulate.speedup import Load, best, constant, curve, from_survival, tokens_per_round
 
-TOLD: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+PUBLISHED = Path(paceline.simulate.__file__).with_name("landmarks.json")
+TOLD: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
 COST, MOST = 0.10, 16
 """Assumptions of the walk-through (a published calculation): cost of a drafter pass as a share of a plain target pass
 (COST), and maximum draft length (MOST)."""
