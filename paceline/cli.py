@@ -173,14 +173,7 @@ def main() -> NoReturn:
 
 
 def _usage(error: Any) -> str:
-    """Returns the message of a usage error. A missing argument adds the first example of the command's help; a renamed
-    option gives its present name."""
-    from paceline.config import RENAMED
-
-    option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
-    present = RENAMED.get(option.removeprefix("--"), "")
-    if context is not None and present.partition(":")[0] in [param.name for param in context.command.params]:
-        return f"{option} is now --{present} (see --help)"
+    """Returns the message of a usage error. A missing argument adds the first example of the command's help."""
     message, example = error.format_message(), None
     if isinstance(error, _MissingParameter) and error.ctx is not None:
         example = _first_example(error.ctx.command.help or "")

@@ -24,8 +24,6 @@ YIELD = "at least 1, the target's own token of every round"
 ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
 RULES = ("auto", "match", "rejection", "block")
 DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu")
-RENAMED = {"plan": "speculate: auto, full (was fixed), a number (was fixed:K), off or tree:N"}
-"""Earlier name of an engine setting -> its present name and values, for error messages."""
 Bytes = Annotated[int, "bytes", at_least(1)]
 """A number of bytes; on the command line it may be written 512M."""
 _ALSO_TAKEN: tuple[tuple[str, Any, Callable[[Any], Any]], ...] = (
@@ -174,7 +172,6 @@ class EngineConfig:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(settings) - known)
         if unknown:
-            refuse(ConfigError, (unknown[0] in RENAMED, f"{unknown[0]} is now {RENAMED.get(unknown[0])}"))
             raise ConfigError(f"unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
         return cls(**settings)
 

@@ -66,8 +66,6 @@ def test_without_a_command_help_is_shown(call: Call) -> None:
         (("generate", "hi", "--mock", "0.5"), "--mock must be at least 1"),
         (("generate", "hi", "--raw", "--system", "x"), "--system needs the chat template"),
         (("generate", "hi", "--no-such-option"), "--no-such-option"),
-        (("generate", "hi", "--plan", "fixed"), "--plan is now --speculate: auto, full (was fixed), a number"),
-        (("bench", "decode", "--plan=tree:8"), "--plan is now --speculate: auto, full (was fixed), a number"),
         (("bench", "decode", "--speculate", "off"), "speculate off drafts nothing"),
         (("bench", "decode", "--speculate", "3", "--num-drafted", "4"), "both set the number of drafts"),
         (("generate", "hi", "--against", "vllm"), "--against knows transformers only"),

@@ -15,7 +15,6 @@ from paceline.errors import ConfigError
     ("wrong", "remedy"),
     [
         ({"drafts": 3}, "unknown setting 'drafts'"),
-        ({"plan": "fixed"}, r"plan is now speculate: auto, full \(was fixed\)"),
         ({"speculate": "sometimes"}, "speculate 'sometimes' is not known: choose auto, full, off, N"),
         ({"speculate": 3, "num_drafted": 4}, "speculate 3 and num_drafted both set the number of drafts"),
         ({"speculate": "tree:8", "rule": "rejection"}, "rule rejection verifies no trees"),

@@ -13,24 +13,17 @@ import threading
 import time
 from typing import Any
 
-from paceline.errors import ConfigError, DownloadError, PacelineError, refuse
+from paceline.errors import DownloadError, PacelineError
 from paceline.net import streaming
 
-KEY, EARLIER_KEY = "PACELINE_REMOTE_KEY", "PACELINE_ELSEWHERE_KEY"
-"""Environment variable that holds the server's key, and its name until November 2026."""
+KEY = "PACELINE_REMOTE_KEY"
+"""Environment variable that holds the server's key."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
 PASSING = frozenset({408, 425, 429})
 """Statuses that are retried, in addition to 5xx."""
 MAX_JSON_BYTES = 256 * 2**20
 TIMEOUT_S = 1800.0
 """Seconds that one response may take: a busy server needs long for 16k tokens."""
-
-
-def _key() -> str | None:
-    """Returns the server's key, None without one. Raises ConfigError if the variable has its earlier name."""
-    key = os.environ.get(KEY) or None
-    refuse(ConfigError, (key is None and EARLIER_KEY in os.environ, f"{EARLIER_KEY} is now {KEY}: rename it"))
-    return key
 
 
 class Refused(PacelineError):
@@ -48,7 +41,7 @@ class Client:
     def __init__(self, url: str, option: str, patience_s: float) -> None:
         """`url`: the server's address, with or without /v1. `option`: its option's name, for error messages. Raises
         ConfigError for an invalid address or key."""
-        self._http = streaming.Client(url, _key(), TIMEOUT_S, option, keeps=False, key_name=KEY)
+        self._http = streaming.Client(url, os.environ.get(KEY) or None, TIMEOUT_S, option, keeps=False, key_name=KEY)
         self.url, self.option, self.patience_s = self._http.url, option, patience_s
         self._closed = threading.Event()
         self._answered_s = time.monotonic()

@@ -21,7 +21,7 @@ from paceline.data.answers import AnswerShards
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, DownloadError
 from paceline.net import retrying as client_module
-from paceline.net.retrying import EARLIER_KEY, KEY, Client
+from paceline.net.retrying import KEY, Client
 from paceline.train.answers.remote_target import remote_target_of
 from paceline.train.config import AnswerConfig, PromptsConfig, RegenerateConfig, RemoteConfig
 
@@ -191,9 +191,6 @@ def test_the_key_comes_from_the_environment_alone(
     file = questions(tmp_path, number=2)
     with pytest.raises(ConfigError, match=f"(set {KEY}|give served_name)"):
         train.regenerate(ask(tmp_path / "without", model, file, fake.url))
-    monkeypatch.setenv(EARLIER_KEY, "secret-key")
-    with pytest.raises(ConfigError, match=f"{EARLIER_KEY} is now {KEY}: rename it"):
-        Client(fake.url, "answers_from", 1.0)
     monkeypatch.setenv(KEY, "secret-key")
     train.regenerate(ask(tmp_path / "run", model, file, fake.url))
     assert fake.keys[-1] == "Bearer secret-key"
