@@ -233,7 +233,7 @@ def test_what_can_be_wrong_with_a_server(tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match="there is no server at http://127.0.0.1:1 "):
         run("--url", "http://127.0.0.1:1", *out)
     with serving(talker(), api_keys=("right",)) as live:
-        with pytest.raises(ConfigError, match="wants an API key: put the right one"):
+        with pytest.raises(ConfigError, match="wants an API key: give the right one"):
             run("--url", live.url, *out)
         with pytest.raises(ModelNotFoundError, match="does not serve 'gpt': choose --model from fake"):
             run("--url", live.url, "--model", "gpt", "--api-key-file", str(key), *out)

@@ -8,7 +8,6 @@ The results are in report.md and report.html of the run folder.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import subprocess
 import sys
@@ -23,7 +22,8 @@ from paceline.bench.serving.latency import LatencyResult
 from paceline.bench.serving.load import BASELINE, Contender, Pass, ServingBench, ServingResult
 from paceline.config import read_api_keys
 from paceline.data.prompts import read_prompts
-from paceline.errors import ConfigError, DownloadError, ModelNotFoundError, reraised
+from paceline.errors import ConfigError
+from paceline.net.served_model import served_model
 from paceline.net.streaming import Client
 from paceline.report.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
 from paceline.report.statistics import LOAD_GAIN, Tone, tone_of
@@ -233,31 +233,11 @@ def _running(servers: ServersConfig, url: str, key: str | None, timeout_s: float
 
 def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
     """Ask the server at `url` for its models. Returns (name of the model to use, True if it is a paceline server).
-    `key`: API key. `model`: the name to use; None selects the first one that the server lists. Raises DownloadError if
-    no server answers, ConfigError if the key is wrong or the server is not OpenAI-compatible, and ModelNotFoundError if
-    it does not serve `model`."""
-    missing = reraised(
-        DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError
-    )
-    with missing, contextlib.closing(Client(url, key, timeout_s=30)) as client:
-        reply = client.get("/v1/models")
-    if reply.status in (401, 403):
-        had = "does not take this API key" if key else "wants an API key"
-        raise ConfigError(
-            f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY"
-        )
-    try:
-        models = {entry["id"]: entry.get("owned_by") for entry in json.loads(reply.body)["data"]}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        models = {}
-    if reply.status != 200 or not models:
-        raise ConfigError(
-            f"{url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible server?"
-        )
-    if model is not None and model not in models:
-        raise ModelNotFoundError(f"{url} does not serve {model!r}: choose --model from {', '.join(models)}")
-    name = model or next(iter(models))
-    return name, models[name] == OWNER
+    `key`: API key. `model`: the name to use; None selects the first one that the server lists. Raises the errors of
+    `served_model`."""
+    with contextlib.closing(Client(url, key, timeout_s=30)) as client:
+        name, owner = served_model(client, model, "--model")
+    return name, owner == OWNER
 
 
 @contextlib.contextmanager
