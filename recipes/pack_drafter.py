@@ -13,9 +13,12 @@ import argparse
 import shutil
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from paceline.draft.dflash.checkpoint import read_draft_ids, weights_file
 from paceline.draft.formats.family import read_drafter
-from paceline.draft.formats.packed import PACKED, pack_smaller
+from paceline.draft.formats.packed import PACKED, without_rows
+from paceline.model.checkpoint import read_tensors
 
 
 def pack(source: Path, out: Path) -> None:
@@ -29,7 +32,8 @@ def pack(source: Path, out: Path) -> None:
     if (ids := read_draft_ids(source)) is None:
         shutil.copy(source / PACKED, out / PACKED)
     else:
-        pack_smaller(source / PACKED, out / PACKED, ids)
+        save_file(without_rows(read_tensors(source / PACKED), ids), out / PACKED, {"format": "pt"})
+        shutil.copymode(source / PACKED, out / PACKED)  # save_file creates files with mode 600
 
 
 def main() -> None:

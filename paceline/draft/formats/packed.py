@@ -16,13 +16,11 @@ Other programs cannot read this file: `read_drafter(FOLDER).save(OTHER)` writes 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.draft.vocabulary import check_ids
@@ -55,16 +53,6 @@ def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, 
     ids = draft_ids.cpu()
     trimmed = {name: tensor[ids].contiguous() if _is_book(name) else tensor for name, tensor in tensors.items()}
     return trimmed | {BOOK_IDS: ids.to(torch.int32)}
-
-
-def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
-    """Copies a drafter's 8-bit weights from `file` to `out` with smaller codebooks: a DFlash 2 selector's codebooks
-    keep only the rows for the tokens `draft_ids`. All other values stay the same bit for bit. Raises ModelFileError if
-    the file is damaged."""
-    with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
-        stored = read_tensors(file)
-    save_file(without_rows(stored, draft_ids), out, {"format": "pt"})
-    shutil.copymode(file, out)  # save_file creates files with mode 600
 
 
 def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
