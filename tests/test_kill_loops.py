@@ -35,7 +35,6 @@ from paceline.loop.flywheel.state import serving_of
 from paceline.loop.record.config import RecordConfig
 from paceline.loop.record.run import read
 from paceline.net.streaming import Client, Stream
-from paceline.report.tables import Progress
 from paceline.runs.folder import write_whole
 from paceline.serve.settings import TraceConfig
 from paceline.train import regenerate
@@ -226,7 +225,7 @@ def test_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = FlywheelConfig(model="teacher", out=home / "wheel", record=(tmp_path,))
 
     def command() -> None:
-        turning.run(config, Progress())
+        turning.turn(config)
 
     def ended() -> None:
         if serving_of(config).turn < 1:

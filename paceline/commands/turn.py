@@ -57,13 +57,13 @@ def turn(
             say(f"{flywheel.out} has no ledger yet: run paceline turn --config {config}")
         finish({"ledger": lines}, as_json)
     elif dry_run:
-        from paceline.loop.flywheel import price
+        from paceline.loop.flywheel.pricing import price
 
         costs = price(flywheel, progress=progress)
         progress.table(costs.table())
         finish(costs.as_json(), as_json)
     else:
-        from paceline.loop.flywheel import turn as library
+        from paceline.loop.flywheel.run import turn as library
 
         result = library(flywheel, progress=progress)
         finish(asdict(result), as_json, 0 if result.passed else REFUSED)

@@ -1,6 +1,6 @@
 """Estimates minutes, tokens, disk and cost of an iteration (turn) of the flywheel, stage by stage; writes no files.
 
-    estimate = price_of(config, progress)          estimate.table(), estimate.as_json()
+    estimate = price(config, progress=progress)    estimate.table(), estimate.as_json()
 
 The student's training is estimated by timing a step on recorded answers (`paceline.loop.distill.price`), generation by
 the roofline model and its measured efficiency (`paceline.train.plan.training_plan`), drafters by their minutes. The
@@ -27,7 +27,7 @@ from paceline.loop.flywheel.run import open_turn
 from paceline.loop.flywheel.stages import Turn, record
 from paceline.loop.flywheel.state import NO_DRAFTER
 from paceline.loop.store.incoming import read_shard, shards_of
-from paceline.report.tables import Column, Progress, Table, ignore
+from paceline.report.tables import SILENT, Column, Progress, Table, ignore
 from paceline.simulate.costs.roofline import pass_seconds
 from paceline.train.answers.mixture import read_mixture
 from paceline.train.config import PromptsConfig, TrainConfig
@@ -122,8 +122,9 @@ class TurnPrice:
         return Table(columns, [*self.stages, whole], title=title, notes=self.notes)
 
 
-def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
-    """Estimates each stage of the current or next iteration (turn); implements `paceline.loop.flywheel.price`."""
+def price(config: FlywheelConfig, *, progress: Progress = SILENT) -> TurnPrice:
+    """Estimates minutes, tokens, disk space and cost of each stage of the current or next iteration (turn). Finished
+    stages cost nothing. Writes no files."""
     turn = open_turn(config, progress)
     notes: list[str] = []
     material = _material(turn)

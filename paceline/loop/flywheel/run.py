@@ -29,7 +29,7 @@ from paceline.loop.flywheel.state import (
     write_serving,
 )
 from paceline.loop.store.folder import Store
-from paceline.report.tables import Progress
+from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import plain
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
@@ -74,28 +74,35 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
     return Turn(config, number, serving, folder, state, progress)
 
 
-def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
-    """Runs or resumes one iteration (turn); implements `paceline.loop.flywheel.turn`."""
+def turn(config: FlywheelConfig, *, progress: Progress = SILENT) -> TurnResult:
+    """Runs one iteration (turn) of the flywheel: distils the served model into a student, and trains drafters for both.
+    Skips finished stages and resumes a killed stage.
+
+    The served model changes only if the student passes every gate (minimum quality) and no stage raises an error.
+    PromptError: too few answers or eval cases, too many bad answers, or the user's own suite overlaps with training
+    data. JudgeError: the judge of the evals fails. TrainingError: a training diverges. ConfigError: the iteration was
+    started with other settings, or there are neither recorded answers nor prompts.
+    """
     if find_spec("trl") is None:
         raise ConfigError("a turn distils with Transformers and TRL: pip install 'paceline[distill]'")
     with only_run(config.out, "turning the flywheel", Ranks(), progress.say):
-        turn = open_turn(config, progress)
-        if "student" not in turn.state.stages:
-            check_layers(config.student_of(turn.number), resolve(turn.serving.model))
-        if config.evals.scorer == "judge" and "evals" not in turn.state.stages:
+        current = open_turn(config, progress)
+        if "student" not in current.state.stages:
+            check_layers(config.student_of(current.number), resolve(current.serving.model))
+        if config.evals.scorer == "judge" and "evals" not in current.state.stages:
             check_judge(config.judge)
-        progress.say(f"turn {turn.number}: {turn.serving.model} answers now")
-        with reraised(CacheError, f"cannot write {turn.folder}", "free space, then run the same command", OSError):
-            turn.folder.mkdir(parents=True, exist_ok=True)
-        turn.state.write()
+        progress.say(f"turn {current.number}: {current.serving.model} answers now")
+        with reraised(CacheError, f"cannot write {current.folder}", "free space, then run the same command", OSError):
+            current.folder.mkdir(parents=True, exist_ok=True)
+        current.state.write()
         for name in STAGES:
             try:
-                _finish(turn, name)
+                _finish(current, name)
             except Refused as refusal:
-                turn.state.stages.pop("student", None)  # a rerun may train it longer
-                turn.state.write()
-                return _refused(turn, str(refusal))
-        return _swap(turn)
+                current.state.stages.pop("student", None)  # a rerun may train it longer
+                current.state.write()
+                return _refused(current, str(refusal))
+        return _swap(current)
 
 
 def _finish(turn: Turn, name: str) -> None:

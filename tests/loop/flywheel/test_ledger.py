@@ -113,7 +113,7 @@ def test_the_exit_status_says_whether_it_passed(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "flywheel.yaml"
     file.write_text("model: m\nrecord: traces\n")
     result = TurnResult(1, passed, "" if passed else "why", "m", "none", "", 1.0, None)
-    monkeypatch.setattr("paceline.loop.flywheel.turn", lambda config, progress: result)
+    monkeypatch.setattr("paceline.loop.flywheel.run.turn", lambda config, progress: result)
     if passed:
         turn(config=file)
         return

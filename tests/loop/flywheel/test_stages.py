@@ -15,10 +15,11 @@ from small_teacher import SAID, write_answers, write_untaught
 from paceline.errors import ConfigError, JudgeError, PromptError
 from paceline.loop.distill.config import StudentConfig
 from paceline.loop.evals.config import JudgeConfig
-from paceline.loop.flywheel import checks, price, pricing, stages
-from paceline.loop.flywheel import turn as run_turn
+from paceline.loop.flywheel import checks, pricing, stages
 from paceline.loop.flywheel.config import FlywheelConfig, TurnGates
+from paceline.loop.flywheel.pricing import price
 from paceline.loop.flywheel.run import open_turn
+from paceline.loop.flywheel.run import turn as run_turn
 from paceline.loop.store.config import SplitConfig
 from paceline.loop.store.folder import Store
 from paceline.report.tables import SILENT

@@ -31,8 +31,10 @@ from paceline.errors import ConfigError, JudgeError, PromptError, TrainingError
 from paceline.loop.distill import teach as teaching
 from paceline.loop.distill.config import GateConfig
 from paceline.loop.distill.gate import Finding, GateInputs
-from paceline.loop.flywheel import ledger, price, stages, turn
+from paceline.loop.flywheel import ledger, stages
 from paceline.loop.flywheel.config import FlywheelConfig, read_config
+from paceline.loop.flywheel.pricing import price
+from paceline.loop.flywheel.run import turn
 from paceline.loop.flywheel.state import TurnState, traces_of
 
 pytestmark = pytest.mark.slow
