@@ -328,3 +328,25 @@ def test_threads_that_share_a_core_give_it_to_each_other() -> None:
         ONE_CORE, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests" / "support")
     )
     assert float(output.split("ratio:")[1].split()[0]) < 40
+
+
+def test_threads_that_do_not_start_are_an_error() -> None:
+    """The exception would otherwise cross the C interface and end the process, or leave the library locked."""
+    script = """
+import resource, torch
+from paceline.errors import NativeError
+from paceline.model.native import library
+matrix = library.Matrix([(4, "float32")], 32)
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))
+for number in (200, 1):
+    library.set_threads(number)
+    try:
+        matrix.fill(0, torch.zeros(4, 32), "float32")
+        print("filled by", number)
+    except NativeError as error:
+        print(error)
+"""
+    refused, filled = in_a_process(script).splitlines()
+    assert "does not start as many threads" in refused and filled == "filled by 1"

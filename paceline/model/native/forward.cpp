@@ -519,40 +519,39 @@ using namespace pn;
 
 int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows,
                 const int32_t* starts, const int32_t* counts, const int32_t* slots) {
-    Turn turn;
-    const Kernels& kernels = *kernels_for(model->config.dtype);
-    const int64_t element = model->element_bytes();
-    for (int index = 0; index < num_rows; slots += counts[index++]) {
-        const int start = starts[index], count = counts[index];
-        if (rows[index] < 0 || rows[index] >= cache->num_rows || start < 0 || count < 0)
-            return fail("a row to keep is outside the cache");
-        for (int at = 0; at < count; ++at)
-            if (slots[at] < (at ? slots[at - 1] + 1 : 0) || slots[at] >= cache->max_len - start)
-                return fail("slots to keep must ascend within the cache");
-        for (int layer = 0; layer < model->config.num_layers - model->num_delta_layers(); ++layer)
-            for (int head = 0; head < model->config.num_kv_heads; ++head) {
-                const int64_t at =
-                    (layer * cache->layer_stride + rows[index] * cache->row_stride + head * cache->head_stride) *
-                    element;
-                // Slots ascend: a position is read before another one is moved there.
-                for (int to = 0; to < count; ++to)
-                    if (slots[to] != to)
-                        kernels.move(static_cast<uint8_t*>(cache->keys) + at, static_cast<uint8_t*>(cache->values) + at,
-                                     model->padded_head_dim(), start + slots[to], start + to);
-            }
-    }
-    return 0;
+    return in_turn([&](Pool&) {
+        const Kernels& kernels = *kernels_for(model->config.dtype);
+        const int64_t element = model->element_bytes();
+        for (int index = 0; index < num_rows; slots += counts[index++]) {
+            const int start = starts[index], count = counts[index];
+            if (rows[index] < 0 || rows[index] >= cache->num_rows || start < 0 || count < 0)
+                return fail("a row to keep is outside the cache");
+            for (int at = 0; at < count; ++at)
+                if (slots[at] < (at ? slots[at - 1] + 1 : 0) || slots[at] >= cache->max_len - start)
+                    return fail("slots to keep must ascend within the cache");
+            for (int layer = 0; layer < model->config.num_layers - model->num_delta_layers(); ++layer)
+                for (int head = 0; head < model->config.num_kv_heads; ++head) {
+                    const int64_t at =
+                        (layer * cache->layer_stride + rows[index] * cache->row_stride + head * cache->head_stride) *
+                        element;
+                    // Slots ascend: a position is read before another one is moved there.
+                    for (int to = 0; to < count; ++to)
+                        if (slots[to] != to)
+                            kernels.move(static_cast<uint8_t*>(cache->keys) + at,
+                                         static_cast<uint8_t*>(cache->values) + at, model->padded_head_dim(),
+                                         start + slots[to], start + to);
+                }
+        }
+        return 0;
+    });
 }
 
 int32_t pn_forward(PnModel* model, const PnCache* cache, const PnPass* pass) {
-    Turn turn;
-    try {
-        Forward forward(*model, *cache, *pass, turn.pool);
+    return in_turn([&](Pool& pool) {
+        Forward forward(*model, *cache, *pass, pool);
         if (forward.prepare() != 0) return -1;
-        turn.pool.run([](void* self, int thread) { static_cast<Forward*>(self)->run(thread); }, &forward);
+        pool.run([](void* self, int thread) { static_cast<Forward*>(self)->run(thread); }, &forward);
         forward.finish();
         return 0;
-    } catch (const std::bad_alloc&) {
-        return fail("out of memory");
-    }
+    });
 }

@@ -210,10 +210,11 @@ int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_row, int32_t num_rows, in
     const size_t row_bytes = part.is_dense() ? size_t(part.cols) * element_bytes(source)
                                              : size_t(part.cols / form.source_cols) * size_t(form.source_bytes);
     Fill fill = {part, first_row, source, static_cast<const uint8_t*>(data), row_bytes, {}, num_rows, 1};
-    Turn turn;
-    fill.num_threads = turn.pool.size();
-    turn.pool.run([](void* self, int thread) { static_cast<Fill*>(self)->run(thread); }, &fill);
-    return 0;
+    return in_turn([&](Pool& pool) {
+        fill.num_threads = pool.size();
+        pool.run([](void* self, int thread) { static_cast<Fill*>(self)->run(thread); }, &fill);
+        return 0;
+    });
 }
 
 PnMatrix* pn_matrix_select(const PnMatrix* matrix, const int32_t* ids, int32_t num_ids) {

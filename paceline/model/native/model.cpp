@@ -304,8 +304,7 @@ void pn_model_free(PnModel* model) { delete model; }
 int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
                   const int32_t* counts, const void* features) {
     if (!model->config.fc) return fail("this model takes no features");
-    Turn turn;
-    try {
+    return in_turn([&](Pool& pool) {
         model->token_row.clear(), model->token_position.clear();
         for (int index = 0; index < num_rows; ++index) {
             if (rows[index] < 0 || rows[index] >= cache->num_rows || starts[index] < 0 || counts[index] < 0 ||
@@ -315,13 +314,11 @@ int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const 
                 model->token_row.push_back(index), model->token_position.push_back(starts[index] + offset);
         }
         if (model->token_row.empty()) return 0;
-        Inject inject(*model, *cache, rows, features, turn.pool);
+        Inject inject(*model, *cache, rows, features, pool);
         if (inject.prepare() != 0) return -1;
-        turn.pool.run([](void* self, int thread) { static_cast<Inject*>(self)->run(thread); }, &inject);
+        pool.run([](void* self, int thread) { static_cast<Inject*>(self)->run(thread); }, &inject);
         return 0;
-    } catch (const std::bad_alloc&) {
-        return fail("out of memory");
-    }
+    });
 }
 
 int32_t pn_matrix_rows(const PnMatrix* matrix, const int32_t* ids, int32_t num_ids, int32_t dtype, float* out) {
@@ -337,10 +334,5 @@ int32_t pn_matrix_rows(const PnMatrix* matrix, const int32_t* ids, int32_t num_i
 int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const float* x, int32_t num_tokens, float* out) {
     if (num_tokens < 1) return 0;
     if (const char* fault = fault_of(*matrix, dtype)) return fail(fault);
-    Turn turn;
-    try {
-        return multiply(*matrix, dtype, x, num_tokens, out, turn.pool);
-    } catch (const std::bad_alloc&) {
-        return fail("out of memory");
-    }
+    return in_turn([&](Pool& pool) { return multiply(*matrix, dtype, x, num_tokens, out, pool); });
 }

@@ -2,8 +2,12 @@
 #pragma once
 #include <algorithm>
 #include <memory>
+#include <mutex>
+#include <new>
+#include <system_error>
 #include <vector>
 
+#include "error.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -53,11 +57,29 @@ inline int padded_cols(int cols) { return (cols + kBlock - 1) / kBlock * kBlock;
 class Turn {
 public:
     Turn();
-    ~Turn();
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
+
+private:
+    std::unique_lock<std::mutex> lock_;  // before the pool, which may fail to start its threads
+
+public:
     Pool& pool;
 };
+
+// Returns work(pool) of one caller at a time. Exceptions become errors: none may cross the C interface.
+template <class Work>
+int32_t in_turn(Work work) {
+    try {
+        Turn turn;
+        return work(turn.pool);
+    } catch (const std::bad_alloc&) {
+        return fail("out of memory");
+    } catch (const std::system_error&) {
+        return fail(
+            "the system does not start as many threads: use fewer (threads, OMP_NUM_THREADS), or raise its limit");
+    }
+}
 const Kernels* kernels_for(int dtype);
 
 // Inputs of a product: in the model's dtype, and as planes for parts that take those.

@@ -44,10 +44,17 @@ bool Share::take(int part, int size, bool takes_all, bool is_own, int* from, int
 }
 
 Pool::Pool(int num_threads) : num_threads_(num_threads) {
-    for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { work(thread); });
+    try {
+        for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { work(thread); });
+    } catch (...) {
+        close();  // a destructor does not run, and a thread that is not joined ends the process
+        throw;
+    }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { close(); }
+
+void Pool::close() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         is_closing_.store(true);

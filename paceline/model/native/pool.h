@@ -65,6 +65,7 @@ public:
 
 private:
     void work(int thread);
+    void close();  // ends and joins the threads
     void wait_for_job(unsigned seen);
 
     const int num_threads_;

@@ -180,16 +180,13 @@ using namespace pn;
 
 int32_t pn_pick(const PnPick* pick) {
     if (const char* fault = fault_of(*pick)) return fail(fault);
-    Turn turn;
-    try {
+    return in_turn([&](Pool& pool) {
         thread_local Pick::Room room;
-        Pick work(*pick, turn.pool, room);
+        Pick work(*pick, pool, room);
         if (work.prepare() != 0) return -1;
         work.run();
         return work.status();
-    } catch (const std::bad_alloc&) {
-        return fail("out of memory");
-    }
+    });
 }
 
 int32_t pn_walk(const float* scores, int32_t slots, int32_t count, double inverse, int32_t* places, double* logs) {

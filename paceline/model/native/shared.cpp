@@ -135,8 +135,7 @@ int32_t fail(const char* message) {
     return -1;
 }
 
-Turn::Turn() : pool((turn_mutex.lock(), ready_pool())) {}
-Turn::~Turn() { turn_mutex.unlock(); }
+Turn::Turn() : lock_(turn_mutex), pool(ready_pool()) {}
 
 const Kernels* kernels_for(int dtype) { return find_set(chosen_isa)->kernels(dtype); }
 
