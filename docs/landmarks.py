@@ -26,8 +26,8 @@ from paceline.simulate.costs.roofline import MEASURED_LOCALITY, Deployment, dist
 from paceline.simulate.costs.rounds import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts
 from paceline.simulate.speedup import Load, best, constant, curve, from_survival, tokens_per_round
 
-PUBLISHED = Path(paceline.simulate.__file__).with_name("landmarks.json")
-TOLD: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+FILE = Path(paceline.simulate.__file__).with_name("landmarks.json")
+PUBLISHED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 COST, MOST = 0.10, 16
 """Assumptions of the walk-through (a published calculation): cost of a drafter pass as a share of a plain target pass
 (COST), and maximum draft length (MOST)."""
@@ -67,7 +67,7 @@ class Served:
 
 def served() -> Iterator[Served]:
     """Yields each published decoding rate of other systems, with its published and its predicted speed-up."""
-    for system in TOLD["systems"]:
+    for system in PUBLISHED["systems"]:
         costs = _costs_of(system)
         added_s = overhead_s(costs, Load(1, system["context"]), system["plain_rate"])
         for point in system["points"]:
@@ -111,7 +111,7 @@ class Walked:
     published: float
     predicted: float
     best_draft_length: int
-    said: str
+    quotation: str
     """Quotation from the published text on this speed-up, or ""."""
 
     @property
@@ -121,7 +121,7 @@ class Walked:
 
 def walked() -> Iterator[Walked]:
     """Yields every speed-up in the walk-through (a published calculation), with the simulator's prediction."""
-    table = TOLD["walkthrough"]
+    table = PUBLISHED["walkthrough"]
     for model, ways in table["models"].items():
         shape = catalogue.find(model)
         deployment = Deployment(catalogue.machines()["B200"], shape.precisions)
@@ -130,7 +130,7 @@ def walked() -> Iterator[Walked]:
             for batch, published in zip(table["batches"], ways[way], strict=True):
                 times = [costs.round_s(batch, length, 4096) for length in range(MOST + 1)]
                 length, predicted = best(curve(times, constant(chance)))
-                quotation = table["said"].get(model, {}).get(str(batch), {}).get(way, "")
+                quotation = table["quotations"].get(model, {}).get(str(batch), {}).get(way, "")
                 yield Walked(model, way, batch, published, predicted, length, quotation)
 
 
@@ -151,7 +151,7 @@ class BestLengths:
 def best_lengths() -> Iterator[BestLengths]:
     """Yields the published and the predicted best number of drafts of each drafter. The prediction uses the drafter's
     roofline and its measured survival curve (share of rounds whose first i drafts are all accepted)."""
-    table = TOLD["best_lengths"]
+    table = PUBLISHED["best_lengths"]
     shape, machine = catalogue.find(table["model"]), catalogue.machines()["B200"]
     deployment = Deployment(machine, shape.precisions)
     for each in table["drafters"]:
@@ -170,7 +170,7 @@ def experts() -> list[tuple[int, float, float, float]]:
 
     An entry is (number of positions, measured number, number predicted if positions select independently, number
     predicted with MEASURED_LOCALITY). MEASURED_LOCALITY was fitted to these measurements."""
-    table, distinct = TOLD["experts"], partial(distinct_experts, 256, 8, 1)
+    table, distinct = PUBLISHED["experts"], partial(distinct_experts, 256, 8, 1)
     return [
         (positions, measured, distinct(positions), distinct(positions, MEASURED_LOCALITY))
         for positions, measured in zip(table["positions"], table["published"], strict=True)

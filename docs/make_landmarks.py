@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import landmarks
-from landmarks import TOLD, Served
+from landmarks import PUBLISHED, Served
 
 TARGET = Path(__file__).parent / "explanation" / "landmarks.md"
 CLOSE = 0.10
@@ -45,20 +45,21 @@ def _parts() -> Iterator[str]:
     )  # fmt: skip
     yield "## Served systems\n\n" + _table(head, [_served_row(each) for each in served])
     systems = [
-        (each["name"], _overhead(served, each["name"]), each["source"], each["assumed"]) for each in TOLD["systems"]
+        (each["name"], _overhead(served, each["name"]), each["source"], each["assumed"])
+        for each in PUBLISHED["systems"]
     ]
     yield "What was published, and what is assumed:\n\n" + _table(
         ("system", "overhead ms", "source", "assumed"), systems
     )
-    told = TOLD["walkthrough"]
+    walkthrough = PUBLISHED["walkthrough"]
     rows = [
         (each.model, each.way, each.batch, f"{each.published:.2f}x", f"{each.predicted:.2f}x", each.best_draft_length,
-         f"{each.error:+.1%}", each.said)
+         f"{each.error:+.1%}", each.quotation)
         for each in landmarks.walked()
     ]  # fmt: skip
     head = ("model", "drafter", "batch", "published", "predicted", "best drafts", "error", "in the essay's words")
     yield (
-        f"## The walk-through\n\n{told['source']} With overhead: nothing, since no plain rate was published.\n\n"
+        f"## The walk-through\n\n{walkthrough['source']} With overhead: nothing, since no plain rate was published.\n\n"
         + _table(head, rows)
     )
     yield from _lengths()
@@ -68,23 +69,23 @@ def _parts() -> Iterator[str]:
     ]
     head = ("positions", "measured", "uniform", "error", "locality 0.255", "error")
     yield (
-        f"## Distinct experts\n\n{TOLD['experts']['source'].capitalize()}; the locality was fitted to these.\n\n"
+        f"## Distinct experts\n\n{PUBLISHED['experts']['source'].capitalize()}; the locality was fitted to these.\n\n"
         + _table(head, rows)
     )
 
 
 def _summary(served: Sequence[Served]) -> str:
-    mocked = [each for each in served if each.system == TOLD["systems"][0]["name"]]
+    mocked = [each for each in served if each.system == PUBLISHED["systems"][0]["name"]]
     known = [each for each in served if not each.is_assumed]
     close = sum(abs(each.error_with) <= CLOSE for each in known)
     bare = sum(abs(each.error_without) <= CLOSE for each in known)
-    found = ", ".join(f"{each.tokens_per_round:g}: {each.within:.2f}x for {each.published:.2f}x" for each in mocked)
+    by_length = ", ".join(f"{each.tokens_per_round:g}: {each.within:.2f}x for {each.published:.2f}x" for each in mocked)
     assumed = [each for each in served if each.is_assumed]
     near = sum(abs(each.error_with) <= CLOSE for each in assumed)
     return (
         f"Where the acceptance length is known, {close} of {len(known)} speed-ups are within {CLOSE:.0%} with the "
         f"overhead, {bare} without; of {len(assumed)} with an assumed chance {near} are. The mocked 27B by acceptance "
-        f"length ({found}) is within {CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead "
+        f"length ({by_length}) is within {CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead "
         "is a simplification: the published step of acceptance length 4 is hardly longer than that of 2, that of 8 "
         "much longer: no constant says so."
     )
@@ -104,16 +105,16 @@ def _overhead(served: Sequence[Served], name: str) -> str:
 
 
 def _lengths() -> Iterator[str]:
-    told = TOLD["best_lengths"]
-    found = list(landmarks.best_lengths())
+    table = PUBLISHED["best_lengths"]
+    lengths_by_drafter = list(landmarks.best_lengths())
     rows = [
         (each.drafter, what, *lengths)
-        for each in found
+        for each in lengths_by_drafter
         for what, lengths in (("published", each.published), ("predicted", each.predicted))
     ]
-    equal = ", ".join(f"{each.drafter} {each.num_equal} of {len(each.streams)}" for each in found)
-    said = f"{told['model']}, by streams: {told['source']}. Assumed: {told['assumed']}. Equal: {equal}."
-    yield (f"## Best draft lengths\n\n{said}\n\n" + _table(("drafter", "", *map(str, told["streams"])), rows))
+    equal = ", ".join(f"{each.drafter} {each.num_equal} of {len(each.streams)}" for each in lengths_by_drafter)
+    text = f"{table['model']}, by streams: {table['source']}. Assumed: {table['assumed']}. Equal: {equal}."
+    yield (f"## Best draft lengths\n\n{text}\n\n" + _table(("drafter", "", *map(str, table["streams"])), rows))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

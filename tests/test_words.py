@@ -26,7 +26,8 @@ BANNED = re.compile(
 NOT_NAMES = {"told", "said", "found", "made", "taught", "beside"}
 """Names that do not say what a value is."""
 NOT_NAMES_OF_TESTS = {"told", "said", "asked", "found", "made"}
-"""Names that tests and experiments do not have; in the package `asked` is a field of the configuration."""
+"""Names that tests, experiments and the scripts in docs do not have; in the package `asked` is a field of the
+configuration."""
 QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"|\w+/\S+")
 """Names in a text, which are the code's or a file format's."""
 
@@ -65,7 +66,7 @@ def names_in(folder: Path, names: set[str]) -> Iterator[tuple[Path, int, str]]:
         for node in nodes_of(path):
             if isinstance(node, ast.arg) and node.arg in names:
                 yield path, node.lineno, node.arg
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.lower() in names:
                 yield path, node.lineno, node.id
             elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower() in names:
                 yield path, node.lineno, node.name
@@ -76,8 +77,8 @@ def test_names_of_data_say_what_they_are() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("folder", ["tests", "experiments"])
-def test_names_in_tests_and_experiments_say_what_they_are(folder: str) -> None:
+@pytest.mark.parametrize("folder", ["tests", "experiments", "docs"])
+def test_names_in_tests_and_scripts_say_what_they_are(folder: str) -> None:
     root = PACKAGE.parent
     wrong = [
         f"{path.relative_to(root)}:{line}: {name}"

@@ -24,7 +24,7 @@ from paceline.hub import HubFile
 
 DISTRIBUTION = "paceline_drafters"
 """Name of the Python package with the drafters; it has one folder per target."""
-BESIDE = Path(__file__).parents[2] / "drafters" / DISTRIBUTION
+CHECKOUT = Path(__file__).parents[2] / "drafters" / DISTRIBUTION
 """Path of the same folders in a source checkout of paceline."""
 REPO = "paceline/drafters"
 INSTALL = "run `pip install ./drafters` in a checkout of paceline"
@@ -39,7 +39,7 @@ def local(name: str) -> Path | None:
     if name not in SHIPPED:
         return None
     cached = hub.fetched_folder(name, _files(name))
-    candidates = [each for each in (_installed(), BESIDE) if each is not None]
+    candidates = [each for each in (_installed(), CHECKOUT) if each is not None]
     return next((each / name for each in candidates if (each / name / "config.json").is_file()), cached)
 
 

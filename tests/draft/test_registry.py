@@ -41,7 +41,7 @@ def test_names(target: FakeTarget) -> None:
 def test_default_is_the_shipped_one_else_ngram(
     target: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipped, "BESIDE", tmp_path)
+    monkeypatch.setattr(shipped, "CHECKOUT", tmp_path)
     assert type(make_drafter("default", target, target_name="tiny")) is NgramDrafter
     monkeypatch.setitem(shipped.SHIPPED, "tiny", {})
     shipped.find_or_report.cache_clear()

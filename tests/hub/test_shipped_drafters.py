@@ -56,7 +56,7 @@ def tiny(target: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     source = tmp_path / "source" / "tiny"
     DFlashDrafter.random(target).save(source, in_8_bits=True)
     monkeypatch.setattr(shipped, "SHIPPED", {"tiny": listed(source)})
-    monkeypatch.setattr(shipped, "BESIDE", tmp_path / "checkout")
+    monkeypatch.setattr(shipped, "CHECKOUT", tmp_path / "checkout")
     monkeypatch.setattr(shipped, "DISTRIBUTION", "tiny_drafters")
     shipped.find_or_report.cache_clear()
     yield source
@@ -178,6 +178,6 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_distribution(
 @pytest.mark.slow
 def test_the_table_is_that_of_the_folders() -> None:
     """The hashes by which the hub's files are checked."""
-    entries = {each.name: listed(each) for each in sorted(shipped.BESIDE.iterdir()) if each.is_dir()}
+    entries = {each.name: listed(each) for each in sorted(shipped.CHECKOUT.iterdir()) if each.is_dir()}
     entries.pop("__pycache__", None)
     assert entries == shipped.SHIPPED, f"paceline/draft/shipped.json should be {json.dumps(entries, indent=1)}"
