@@ -161,6 +161,8 @@ def store_forget(
     )
     for file in done.sources_with_it:
         say(f"still has it: {file}" + ("" if sources else " (--sources deletes it there)"))
+    for file in done.suites_with_it:
+        say(f"may still have it: the suite {file}")
     for file in done.suites_gone:
         say(f"no longer there, and not reached if it was copied: the suite {file}")
     return asdict(done)

@@ -15,10 +15,10 @@ from typing import Any
 
 from paceline.errors import ConfigError, PromptError
 from paceline.loop.store.folder import Store, parquet, write_shard
-from paceline.loop.store.incoming import Row, digest_of, is_ids, pa, read_shard, shards_of
+from paceline.loop.store.incoming import Row, digest_of, is_ids, is_utf8, pa, read_shard, rows_with_damage, shards_of
 from paceline.loop.store.split import SIDES
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.runs.folder import whole_file, write_whole
+from paceline.runs.folder import whole_file
 
 DAMAGED = "damaged line"
 
@@ -35,6 +35,8 @@ class Forgotten:
     source_rows: int = 0
     suites_gone: list[str] = field(default_factory=list)
     """Eval suites that are missing; if they were moved or copied, those files are unchanged."""
+    suites_with_it: list[str] = field(default_factory=list)
+    """Eval suites that may still contain matching text, in lines that are not UTF-8."""
     sources_with_it: list[str] = field(default_factory=list)
     """Source files that still contain matching rows."""
     version: int = 0
@@ -67,15 +69,17 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
         for file in store.unfinished():
             _without_unfinished(file, is_gone, conversations, pattern)
         labels = store.path / "labels.jsonl"
-        done.labels = _without_lines(labels, lambda label: DAMAGED in label or is_gone(label.get("digest")))
+        done.labels, _ = _without_lines(labels, lambda label: DAMAGED in label or is_gone(label.get("digest")))
         for name in store.suites:
             if not Path(name).is_file():
                 done.suites_gone.append(name)
                 continue
-            done.cases += _without_lines(
-                Path(name),
-                lambda case: is_gone((case.get("origin") or {}).get("digest")) or bool(pattern.search(_text(case))),
+            num_gone, num_unread = _without_lines(
+                Path(name), lambda case: is_gone(_origin_of(case)) or bool(pattern.search(_text(case)))
             )
+            done.cases += num_gone
+            if num_unread:
+                done.suites_with_it.append(f"{name} (lines that are not UTF-8: {num_unread})")
         _sources(store, tokenizer, pattern, in_sources, done)
         counts = {name: getattr(done, name) for name in ("rows", "conversations", "labels", "cases")}
         done.version = store.commit("forget", {"forgot": counts})["version"]
@@ -127,23 +131,36 @@ def _without_unfinished(
     without(file, lambda row: is_gone(row["digest"]) or row["conversation"] in matching)
 
 
-def _without_lines(file: Path, is_gone: Callable[[dict[str, Any]], bool]) -> int:
+def _without_lines(file: Path, is_gone: Callable[[dict[str, Any]], bool]) -> tuple[int, int]:
+    """Deletes lines of a JSON Lines file: those for which `is_gone(object)` returns True. The other lines keep their
+    bytes. Returns (number of deleted lines, number of kept lines that are not UTF-8)."""
     if not file.exists():
-        return 0
-    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+        return 0, 0
+    lines = [line for line in file.read_bytes().split(b"\n") if line.strip()]
     left = [line for line in lines if not is_gone(_parsed(line))]
     if len(left) < len(lines):
-        write_whole(file, "".join(f"{line}\n" for line in left))
-    return len(lines) - len(left)
+        with whole_file(file) as scratch:
+            scratch.write_bytes(b"".join(line + b"\n" for line in left))
+    return len(lines) - len(left), sum(not is_utf8(line) for line in left)
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    """Parses an object; a damaged line, which must not block deletion, is returned under DAMAGED."""
+def _origin_of(case: dict[str, Any]) -> str | None:
+    """Digest of the row that a suite's case was made from; None without one."""
+    origin = case.get("origin")
+    digest = origin.get("digest") if isinstance(origin, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
+def _parsed(raw: str | bytes) -> dict[str, Any]:
+    """Parses an object. A damaged line, which must not block deletion, is returned under DAMAGED; one that is not
+    UTF-8, with its invalid bytes replaced by U+FFFD, together with the object if it has one."""
+    line = raw if isinstance(raw, str) else raw.decode("utf-8", "replace")
+    damaged = {} if isinstance(raw, str) or is_utf8(raw) else {DAMAGED: line}
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return {DAMAGED: line}
-    return value if isinstance(value, dict) else {DAMAGED: line}
+    return value | damaged if isinstance(value, dict) else {DAMAGED: line}
 
 
 def _text(value: dict[str, Any]) -> str:
@@ -157,20 +174,21 @@ def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_so
         try:
             table = parquet.read_table(file)
             names = {"tag", "sampling"} & {*table.column_names}
-            rows = table.select(["prompt_ids", "answer_ids", "text", *names]).to_pylist()
+            rows = rows_with_damage(table.select(["prompt_ids", "answer_ids", "text", *names]))
         except (pa.ArrowException, OSError, ValueError, KeyError):
             done.sources_with_it.append(f"{file}, which cannot be read")
             continue
         keep, num_odd = [], 0
-        for row in rows:
+        for row, is_damaged in rows:
             ids = [row[name] or [] for name in ("prompt_ids", "answer_ids")]
             is_known = all(map(is_ids, ids))
             row["prompt"] = tokenizer.decode(ids[0], False) if is_ids(ids[0]) else None
             is_forgotten = is_known and store.salted(digest_of(*ids)) in store.forgotten
             keep.append(not is_forgotten and not has(row, pattern))
-            num_odd += keep[-1] and not is_known
+            num_odd += keep[-1] and (is_damaged or not is_known)
         if num_odd:
-            done.sources_with_it.append(f"{file} (rows with tokens that cannot be read, which may have it: {num_odd})")
+            unread = f"rows with tokens or text that cannot be read, which may have it: {num_odd}"
+            done.sources_with_it.append(f"{file} ({unread})")
         num_gone = len(keep) - sum(keep)
         if num_gone and in_sources:
             _rewrite(file, table.filter(pa.array(keep)))

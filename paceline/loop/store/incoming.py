@@ -67,7 +67,15 @@ def shards_of(source: Path) -> list[Path]:
 
 def read_shard(file: Path) -> list[Row]:
     """Reads a Parquet file of answers or traces as dicts with all columns of a store; missing columns are None. Raises
-    PromptError if it is damaged or another file."""
+    PromptError if it is damaged or another file, or if a text is not UTF-8."""
+    rows = _read(file)
+    if num_damaged := sum(is_damaged for _, is_damaged in rows):
+        raise PromptError(f"{file} is no file of answers (rows with text that is not UTF-8: {num_damaged})")
+    return [row for row, _ in rows]
+
+
+def _read(file: Path) -> list[tuple[Row, bool]]:
+    """Reads as `read_shard`; also returns, for each row, True if one of its texts is not UTF-8."""
     with reraised(
         PromptError, f"{file} is no file of answers", "give whole files", pa.ArrowException, OSError, ValueError
     ):
@@ -77,7 +85,34 @@ def read_shard(file: Path) -> list[Row]:
             raise ValueError(f"it has no column {missing[0]}")
         columns = [name for name in STORED.names if name in table.column_names]
         empty: Row = dict.fromkeys(STORED.names)
-        return [empty | row for row in table.select(columns).to_pylist()]
+        return [(empty | row, is_damaged) for row, is_damaged in rows_with_damage(table.select(columns))]
+
+
+def rows_with_damage(table: pa.Table) -> list[tuple[Row, bool]]:
+    """Returns all rows of a table as dicts, each with True if one of its texts is not UTF-8. Invalid bytes of a text
+    are replaced by U+FFFD."""
+    columns, is_damaged = dict[str, list[Any]](), [False] * table.num_rows
+    for name in table.column_names:
+        column = table[name]
+        try:
+            columns[name] = column.to_pylist()
+        except UnicodeDecodeError:
+            kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+            raw = column.cast(kind).cast(pa.large_binary()).to_pylist()
+            columns[name] = [None if value is None else value.decode("utf-8", "replace") for value in raw]
+            for place, value in enumerate(raw):
+                is_damaged[place] |= value is not None and not is_utf8(value)
+    rows = [{name: values[place] for name, values in columns.items()} for place in range(table.num_rows)]
+    return list(zip(rows, is_damaged, strict=True))
+
+
+def is_utf8(raw: bytes) -> bool:
+    """True if the bytes are valid UTF-8."""
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -99,8 +134,10 @@ class Incoming:
         `tags`: yield only rows with one of these tags (empty: all rows)."""
         vocab = self.tokenizer.vocab_size
         for file in (file for source in sources for file in shards_of(source)):
-            for row in read_shard(file):
-                if not has_tag(row, tags):
+            for row, is_damaged in _read(file):
+                if is_damaged:
+                    self.left_out["with text that is not UTF-8"] += 1
+                elif not has_tag(row, tags):
                     self.left_out["with other tags"] += 1
                 elif not all(is_ids(row[name] or []) for name in ("prompt_ids", "answer_ids")):
                     self.left_out["of which the tokens are no ids"] += 1

@@ -149,7 +149,7 @@ def test_tokens_that_are_no_ids_are_left_out_and_do_not_stop_forgetting(
     done = forget(store, "parcel", in_sources=True)
     assert (done.source_rows, done.version) == (8, 4)
     assert parquet.read_table(file)["text"].to_pylist() == ["ab"]
-    assert done.sources_with_it == [f"{file} (rows with tokens that cannot be read, which may have it: 1)"]
+    assert done.sources_with_it == [f"{file} (rows with tokens or text that cannot be read, which may have it: 1)"]
 
 
 def test_files_that_were_moved_in_their_source_do_not_stop_forgetting(tmp_path: Path, store: Store) -> None:
