@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import select
 import socket
 import ssl
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from urllib.parse import urlsplit
 
-from paceline.errors import ConfigError, reraised
+from paceline.errors import ConfigError
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark that may begin a stream of server-sent events (HTML standard, 9.2.6)."""
@@ -84,15 +85,18 @@ class Client:
 
         Raises ConfigError for an invalid address or key."""
         self._timeout_s, self._keeps = timeout_s, keeps
-        with reraised(ConfigError, f"{option} {url!r} is no address", "write it as http://127.0.0.1:8000", ValueError):
+        no_address = f"{option} {without_secrets(url)!r} is no address"
+        try:
             parts = urlsplit(url)
             self._port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{no_address}{reason_of(url, error)}: write it as http://127.0.0.1:8000") from error
         if parts.username or parts.password:
             raise ConfigError(
                 f"{option} holds a password: write it as http://127.0.0.1:8000, and give {key_name} instead"
             )
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigError(f"{option} {url!r} is no address of a server: write it as http://127.0.0.1:8000")
+            raise ConfigError(f"{no_address} of a server: write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._host, self._prefix = parts.hostname, parts.path.rstrip("/").removesuffix("/v1")
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -201,6 +205,17 @@ def _is_open(idle: socket.socket) -> bool:
     waiting = select.poll()
     waiting.register(idle, select.POLLIN)
     return not waiting.poll(0)
+
+
+def without_secrets(url: str) -> str:
+    """Returns an address for messages: "***" replaces a user name with a password, and the values of a query."""
+    text = re.sub(r"^(\w+://)?.*@", r"\1***@", url, flags=re.DOTALL)
+    return re.sub(r"\?.*", "?***", text, flags=re.DOTALL)
+
+
+def reason_of(url: str, error: ValueError) -> str:
+    """Returns the reason, in parentheses, why an address is invalid; "" if it may quote a part of a password."""
+    return "" if "@" in url else f" ({error})"
 
 
 def error_text(body: bytes) -> str:

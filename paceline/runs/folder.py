@@ -19,7 +19,6 @@ import os
 import platform
 import re
 import secrets
-import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from typing import Any
 
 from paceline.errors import CacheError, ConfigError, reraised
 from paceline.hardware import processor
+from paceline.runs.masking import masked_command
 
 PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
 """Packages whose versions are recorded with results: they affect speed or output."""
@@ -345,12 +345,12 @@ def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | N
 
 
 def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return `figures` (measured values) with their provenance: "command", "date", "processor", "versions", "commit".
-    `peers`: name -> version of other programs in the measurement, such as compared servers."""
+    """Return `figures` (measured values) with their provenance: "command" (without API keys), "date", "processor",
+    "versions", "commit". `peers`: name -> version of other programs in the measurement, such as compared servers."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     provenance = {
-        "command": shlex.join([*words, *sys.argv[1:]]),
+        "command": masked_command([*words, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "processor": processor(),
         "versions": {**versions(), **(peers or {})},

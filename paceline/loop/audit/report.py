@@ -44,18 +44,14 @@ def write_report(
     groups: Sequence[Group],
     tests: Sequence[Trial],
     settings: dict[str, Any],
-    key: str | None,
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
     """Writes a run folder with the results of an audit and its report, and returns it; prints the findings.
 
     `settings`: values shown in the report and written to config.json, among them "url" (the server) and "model" (which
-    it should run); `key`: API key, masked in the files; `out`: the run folder [default: a new one]."""
+    it should run); `out`: the run folder [default: a new one]."""
     run = RunFolder.create("audit", settings, out)
-    if key:
-        for name in ("config.json", "command.txt"):
-            run.write(name, (run.path / name).read_text(encoding="utf-8").replace(key, "***"))
     groups_json = {
         group.name: {"answers": len(group.draws), "tokens": group.num_tokens, "lost": group.num_lost}
         for group in groups

@@ -222,9 +222,10 @@ def audit(
         findings, groups, tests = _examine(Auditor(llm, endpoint, config, progress))
     verdict = checks.verdict_of(findings)
     about = {"url": client.url, "model": engine.model, "served_name": name, "sent_as": endpoint.kind}
-    about |= {"prompts": len(sent), "failed_requests": len(endpoint.failures), "failures": endpoint.failures[:5]}
+    failures = [text.replace(key, "***") if key else text for text in endpoint.failures[:5]]
+    about |= {"prompts": len(sent), "failed_requests": len(endpoint.failures), "failures": failures}
     settings = {**about, "engine": asdict(llm.config), "audit": asdict(config)}
-    run = write_report(verdict, findings, groups, tests, settings, key, out, progress)
+    run = write_report(verdict, findings, groups, tests, settings, out, progress)
     return Audited(verdict, findings, tests, run)
 
 

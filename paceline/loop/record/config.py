@@ -8,7 +8,8 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 from paceline.bounds import Name, check, within
-from paceline.errors import ConfigError, reraised
+from paceline.errors import ConfigError
+from paceline.net.streaming import reason_of, without_secrets
 
 ADD_FIELDS = ("none", "vllm", "sglang")
 
@@ -47,10 +48,13 @@ class RecordConfig:
             if self.add_fields != "none" or self.metrics_port is not None:
                 raise ConfigError("--add-fields and --metrics-port are for a proxy: leave them out with --import")
             return
-        whole = f"--upstream {self.upstream!r}"
-        with reraised(ConfigError, f"{whole} is no address", "write http://HOST:PORT", ValueError):
+        whole = f"--upstream {without_secrets(self.upstream)!r}"
+        try:
             parts = urlsplit(self.upstream)
             _ = parts.port, (parts.hostname or "").encode("idna")  # the proxy needs both
+        except ValueError as error:
+            reason = reason_of(self.upstream, error)
+            raise ConfigError(f"{whole} is no address{reason}: write http://HOST:PORT") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{whole} is no address: write http://HOST:PORT")
         if parts.username or parts.password:

@@ -7,11 +7,13 @@ import json
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from fake_servers import FakeServer, serving
 from loopback import free_port
 from small_drafter import write_drafter
@@ -101,10 +103,19 @@ class TestWords:
         start = Start("vllm", "m", "d", api_key="secret")
         assert "secret" not in command_of(start, Given(Path("d"), "dflash", 7))
         assert environment_of(start) == {"VLLM_API_KEY": "secret"} and environment_of(Start("vllm", "m", "d")) == {}
-        assert (
-            option(command_of(Start("sglang", "m", "d", api_key="k"), Given(Path("d"), "dflash", 7)), "--api-key")
-            == "k"
-        )
+
+    def test_sglang_reads_its_key_from_a_file(self, target: Path, drafter: Path, tmp_path: Path) -> None:
+        """Other users of the machine saw it in SGLang's command line."""
+        start = Start("sglang", str(target), str(drafter), api_key='a "secret"')
+        given = given_to(start, tmp_path)
+        words = command_of(start, given)
+        assert not any("secret" in word for word in words) and option(words, "--config") == str(given.settings)
+        assert given.settings is not None and given.settings.stat().st_mode & 0o777 == 0o600
+        assert yaml.safe_load(given.settings.read_text()) == {"api-key": 'a "secret"'}
+        own = replace(start, words=("--config", "own.yaml"))
+        (tmp_path / "own").mkdir()
+        words = command_of(own, given_to(own, tmp_path / "own"))
+        assert option(words, "--api-key") == 'a "secret"', "SGLang reads one file only"
 
     @pytest.mark.parametrize(
         ("changes", "message"),

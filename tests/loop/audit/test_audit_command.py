@@ -41,10 +41,19 @@ def test_the_exit_status_is_the_verdict(
 
 
 def test_the_key_is_in_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was in config.json for a moment, until that was written again."""
+    written, write = list[str](), RunFolder.write
+
+    def noted(self: RunFolder, name: str, text: str) -> Path:
+        written.append(text)
+        return write(self, name, text)
+
+    monkeypatch.setattr(RunFolder, "write", noted)
     monkeypatch.setattr(sys, "argv", ["paceline", *WORDS, "--api-key", "very-secret"])
     settings = {"url": "http://127.0.0.1:9", "model": "tiny"}
     finding = Finding("usage", "fault", "<b>7</b> tokens where we have 8")
-    write_report("faulty", [finding], [], [], settings, "very-secret", tmp_path, Progress())
+    write_report("faulty", [finding], [], [], settings, tmp_path, Progress())
+    assert len(written) >= 2 and not any("very-secret" in text for text in written)
     texts = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert set(texts) == {"config.json", "command.txt", "results.json", "report.md", "report.html"}
     assert not any("very-secret" in text for text in texts.values()) and "***" in texts["command.txt"]

@@ -18,10 +18,11 @@ serves. Details: `docs/how-to/vllm-sglang.md`."""
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,6 +116,8 @@ class Given:
     """Texts on what was changed or left out in the conversion for the engine."""
     target: Path | None = None
     """Copy of the target that contains the drafter's MTP layer, for the engine to serve; None: the target itself."""
+    settings: Path | None = None
+    """File with SGLang's API key, for its option --config; None without a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,21 @@ def given_to(start: Start, scratch: Path) -> Given:
     Raises DrafterMismatchError if the drafter belongs to another target, UnsupportedModelError if the engine does not
     support it, ConfigError if it cannot draft `start.num_drafted` tokens, and ModelNotFoundError, DownloadError or
     ModelFileError if it cannot be read."""
+    return replace(_given(start, scratch), settings=_settings_file(start, scratch))
+
+
+def _settings_file(start: Start, scratch: Path) -> Path | None:
+    """Writes SGLang's API key to a file that only this user can read: command lines are readable for all users. Returns
+    None without a key, and if the user gives SGLang a file of settings, as it reads one only."""
+    if start.engine != "sglang" or start.api_key is None or "--config" in start.words:
+        return None
+    file = scratch / "sglang.yaml"
+    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as opened:
+        opened.write(f"api-key: {json.dumps(start.api_key)}\n")
+    return file
+
+
+def _given(start: Start, scratch: Path) -> Given:
     folder, sizes = shipped_or_checkpoint(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
     if is_dflash(raw) or is_gguf_drafter(folder):
@@ -248,8 +266,9 @@ def _mtp(start: Start, folder: Path, scratch: Path) -> Given:
 
 
 def command_of(start: Start, given: Given) -> list[str]:
-    """Builds the command line that starts the engine with this drafter. It does not contain vLLM's API key, since other
-    users of the machine can read command lines: `environment_of` returns the key."""
+    """Builds the command line that starts the engine with this drafter. It does not contain the API key, since other
+    users of the machine can read command lines: for vLLM `environment_of` returns the key, for SGLang it is in the file
+    `given.settings`. Only if the user gives SGLang a file of settings with --config, the key is in the command."""
     command = shlex.split(start.command or _command(start.engine))
     return [*command, *(_vllm if start.engine == "vllm" else _sglang)(start, given, command[-1:]), *start.words]
 
@@ -301,7 +320,7 @@ def _sglang(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
         *_option("--dtype", None if start.dtype == "auto" else start.dtype),
         *_option("--max-running-requests", start.max_batch),
         *_option("--context-length", start.max_len),
-        *_option("--api-key", start.api_key),
+        *(("--config", str(given.settings)) if given.settings else _option("--api-key", start.api_key)),
         *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(given.target or given.folder)),
         *(steps if given.method in ("eagle3", "mtp") else ()),
         *("--speculative-num-draft-tokens", str(given.num_drafted + 1)),

@@ -33,6 +33,7 @@ from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders
 from paceline.model.checkpoint import read_json
 from paceline.net.streaming import Client
 from paceline.report.tables import ignore
+from paceline.runs.masking import masked
 
 log = logging.getLogger("paceline.loop.adapt")
 POLL_S = 0.5
@@ -163,16 +164,18 @@ class _Restarted(Deployment):
         speculative |= {"num_speculative_tokens": self.config.num_drafted}
         added = {"PACELINE_SERVER": client.url, "PACELINE_DRAFTER": str(folder)}
         added["PACELINE_SPECULATIVE_CONFIG"] = json.dumps(speculative)
+        limit, shown = self.config.patience_s, repr(masked(command))
         try:
-            limit = self.config.patience_s
             done = subprocess.run(
                 shlex.split(command), env=os.environ | added, capture_output=True, text=True, timeout=limit
             )
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            raise DeployError(f"{command!r} did not run for {client.url} ({error}): correct it") from error
+        except subprocess.TimeoutExpired as error:  # its text has the whole command
+            raise DeployError(f"{shown} did not end within {limit:g} s for {client.url}: correct it") from error
+        except (OSError, ValueError) as error:
+            raise DeployError(f"{shown} did not run for {client.url} ({error}): correct it") from error
         if done.returncode:
             output = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
-            raise DeployError(f"{command!r} failed for {client.url} ({output[0]}): correct it")
+            raise DeployError(f"{shown} failed for {client.url} ({masked(output[0])}): correct it")
 
     def _method_of(self, folder: Path) -> str:
         """Method for vLLM's speculative config: after a rollback it may differ from that of the drafter before."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from paceline.loop.adapt.servers.counters import ask, is_up
 from paceline.loop.adapt.servers.vllm_sglang.check import Comparison, brings, prompt_ids, served
 from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Given, Start, command_of, environment_of, given_to
 from paceline.net.streaming import Client
+from paceline.runs.masking import masked_command
 
 POLL_S = 0.2
 STOP_S = 60.0
@@ -144,8 +144,7 @@ def _object(error: PacelineError, strict: bool, say: Say) -> None:
 def _started(start: Start, given: Given, say: Say) -> Iterator[_Engine]:
     command = command_of(start, given)
     _check_port(start)
-    shown = [word if before != "--api-key" else "..." for before, word in zip(["", *command], command, strict=False)]
-    say(f"starting: {shlex.join(shown)}")
+    say(f"starting: {masked_command(command)}")
     remedy = f"install {start.engine} in this environment, or give --engine-command"
     environment = os.environ | environment_of(start)
     with reraised(ConfigError, f"{command[0]} cannot be started", remedy, OSError):

@@ -1,0 +1,47 @@
+"""Hides API keys, tokens and passwords in texts that are logged or stored, such as command lines.
+
+masked_command(["audit", "http://h:1", "--api-key", "abc"])     # "audit http://h:1 --api-key ***"
+masked("API_KEY=abc ./publish.sh http://me:abc@h")              # "API_KEY=*** ./publish.sh http://***@h"
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+
+MASK = "***"
+OPTION = r"--?(?:[a-z0-9_-]+[_-])?(?:key|password|secret)|--?(?:(?:hf|api|auth|access|bearer)[_-])?token"
+"""Options whose value is a secret: --api-key, --hf-token, ...; but not --mask-token or --api-key-file."""
+IS_OPTION = re.compile(OPTION, re.IGNORECASE)
+IS_MASKED = re.compile(r"([\w-]+=)?\*\*\*")
+"""Words that a shell would quote only because of the asterisks."""
+IN_TEXT = (
+    (re.compile(rf"(?<![\w-])({OPTION})(=|\s+)(?!-)[^\s'\"]+", re.IGNORECASE), rf"\1\2{MASK}"),
+    (re.compile(r"\b(\w*(?:KEY|TOKEN|PASSWORD|SECRET))=[^\s'\"]+"), rf"\1={MASK}"),
+    (re.compile(r"\b(Bearer)\s+[^\s'\"]+", re.IGNORECASE), rf"\1 {MASK}"),
+    (re.compile(r"(://)[^\s/'\"@]+@"), rf"\1{MASK}@"),
+)
+
+
+def masked(text: str) -> str:
+    """Returns the text with secrets replaced by "***": values of options such as --api-key, of variables such as
+    API_KEY=..., of "Bearer ..." headers, and names and passwords in addresses."""
+    for pattern, replacement in IN_TEXT:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def masked_command(words: Iterable[str]) -> str:
+    """Returns a command line as one text for a shell, with secrets replaced as by `masked`."""
+    shown, is_secret = list[str](), False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if is_secret:
+            shown.append(MASK)
+        elif equals and IS_OPTION.fullmatch(name):
+            shown.append(f"{name}={MASK}")
+        else:
+            shown.append(masked(word))
+        is_secret = not is_secret and IS_OPTION.fullmatch(word) is not None
+    return " ".join(word if IS_MASKED.fullmatch(word) else shlex.quote(word) for word in shown)

@@ -1,0 +1,61 @@
+"""Keys, tokens and passwords stay out of stored and logged texts."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.loop.record.config import RecordConfig
+from paceline.net.streaming import Client
+from paceline.runs.folder import RunFolder, record_of
+from paceline.runs.masking import masked, masked_command
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--api-key", "abc", "--limit", "3"],
+        ["--api-key=abc", "--limit", "3"],
+        ["--", "--admin-api-key", "abc", "--limit", "3"],
+        ["--api_key", "abc", "--limit", "3"],
+        ["--hf-token", "abc", "--limit", "3"],
+        ["--key", "abc", "--limit", "3"],
+        ["--api-key", "a b'c", "--limit", "3"],
+        ["http://me:abc@host:1", "--limit", "3"],
+        ["--restart", "KEY=abc ssh host './restart --api-key abc'", "--limit", "3"],
+        ["--publish", "curl -H 'Authorization: Bearer abc' x", "--limit", "3"],
+    ],
+)
+def test_a_command_line_is_stored_without_its_keys(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only `audit` replaced its key, behind a first version of config.json with it."""
+    monkeypatch.setattr(sys, "argv", ["paceline", "audit", *words])
+    run = RunFolder.create("audit", {}, tmp_path / "run")
+    texts = [file.read_text() for file in run.path.iterdir()] + [record_of({})["command"]]
+    assert not any("abc" in text or "b'c" in text for text in texts)
+    assert shlex.split(texts[-1])[-2:] == ["--limit", "3"] and "***" in texts[-1]
+
+
+def test_a_masked_word_stays_one_word() -> None:
+    words = ["--restart", "KEY=abc ssh host ./restart --api-key abc", "--api-key=abc", "API_KEY=abc"]
+    expected = "--restart 'KEY=*** ssh host ./restart --api-key ***' --api-key=*** API_KEY=***"
+    assert masked_command(words) == expected
+
+
+def test_other_words_are_stored_as_they_are() -> None:
+    words = ["paceline", "train", "--mask-token", "5", "--api-key-file", "a b.txt", "--max-tokens", "7", "user@host:x"]
+    assert shlex.split(masked_command(words)) == words
+    assert masked("the key of --mask-token 5") == "the key of --mask-token 5"
+
+
+@pytest.mark.parametrize("url", ["http://me:abc@h:x", "me:abc@h:80", "http://a:abc/d@h", "http://h/?token=abc"])
+def test_an_address_with_a_password_is_refused_without_it(url: str) -> None:
+    for refused in (lambda: Client(url), lambda: RecordConfig("tiny", upstream=url)):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        assert "abc" not in str(caught.value)
