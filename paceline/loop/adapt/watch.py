@@ -252,7 +252,7 @@ class Watcher(Steps):
             self._meters().restore(state["meters"])
         stage = self.by_hand or self.stage
         if self.deployment is not None and stage is not None:
-            self.deployment.undo = stage.undo
+            self.deployment.resume(stage.undo)
 
     def stop(self, now: float) -> None:
         """Stop the running training or gate job, which a restarted daemon resumes, and close the connections to the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,41 @@ class TestPublish:
             with pytest.raises(stop):
                 deployment.load("tickets", tmp_path / "new")
             assert server.num_finish == 1 and not server.is_updating
+
+    @pytest.mark.parametrize("is_given_up", [False, True])
+    def test_an_update_of_a_daemon_that_was_killed_is_finished(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given_up: bool
+    ) -> None:
+        """Killed (SIGKILL) during the command: vLLM refused every update of the next daemon, also a rollback."""
+        state = tmp_path / "undo.json"
+        with serving(server := Updated()):
+            deployment = self.publishing(server, tmp_path, monkeypatch)
+            if not (daemon := os.fork()):
+                try:
+                    restarted.subprocess.run = lambda *_, **options: os._exit(9)  # pyright: ignore
+                    deployment.load(
+                        "x", tmp_path / "new", lambda: state.write_text(json.dumps(deployment.undo)) and None
+                    )
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(daemon, 0)[1]) == 9 and server.is_updating
+            following = self.publishing(server, tmp_path, monkeypatch)
+            following.resume(json.loads(state.read_text()))
+            if is_given_up:
+                following.roll_back()
+            else:
+                following.load("x", tmp_path / "new")
+            assert not server.is_updating and server.num_finish == 2
+            assert following.members() == {"drafter": str(tmp_path / ("old" if is_given_up else "new"))}
+
+    def test_a_drafter_that_was_kept_has_no_open_update(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A daemon that was started again during its probation."""
+        with serving(server := Updated()):
+            deployment = self.publishing(server, tmp_path, monkeypatch)
+            deployment.resume([["server", server.url, str(tmp_path / "older")]])
+            deployment.keep()
+            deployment.load("x", tmp_path / "new")
+            assert server.num_finish == 1
 
 
 class TestHotSwap:

@@ -27,7 +27,7 @@ class Deployment(ABC):
         self.needs_same_shapes = config.hot_swap
         """True if the running servers load only drafters with the tensor shapes of the one that they have."""
         self.undo = list[list[str | None]]()
-        """Changes that `roll_back` will undo, as JSON lists; a restarted daemon sets it from its saved state."""
+        """Changes that `roll_back` will undo, as JSON lists; a restarted daemon passes its saved ones to `resume`."""
         self.meters = Meters({client.url: {} for client in self._clients})
         """Counter sums by server address; a restarted daemon restores them from its saved state."""
 
@@ -75,6 +75,11 @@ class Deployment(ABC):
     def loaded_by_hand(self, name: str, before: str | None) -> None:
         """Record that a user has loaded a drafter under `name`, so that `roll_back` can undo it. `before`: the earlier
         drafter of this name, which `roll_back` restores; None if the name was unused."""
+
+    def resume(self, undo: list[list[str | None]]) -> None:
+        """Take over the changes of an earlier daemon, which may have been killed during one of them. `undo`: its field
+        `undo`, as saved."""
+        self.undo = undo
 
     def keep(self) -> None:
         """Accept the changes so far: `roll_back` no longer undoes them."""

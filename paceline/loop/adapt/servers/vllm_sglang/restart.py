@@ -220,6 +220,16 @@ class VllmServers(_Restarted):
         by_hand = {url: folder for url, folder in self._reported.items() if os.path.realpath(folder) not in ours}
         return {**{url: folder for url, folder in by_hand.items() if folder}, **members}
 
+    def resume(self, undo: list[list[str | None]]) -> None:
+        """Take over the changes of an earlier daemon. If it was killed during `publish`, a server still has its update,
+        and refuses another one: it is finished before the next."""
+        super().resume(undo)
+        self._updating = {str(url) for _, url, _ in undo}
+
+    def keep(self) -> None:
+        super().keep()
+        self._updating.clear()  # the drafter has served since
+
     def loaded_by_hand(self, name: str, before: str | None) -> None:
         if name in self.meters.of and self._incumbent is not None:
             self.undo.append(["server", name, before or str(self._engine_folder(self._incumbent))])
