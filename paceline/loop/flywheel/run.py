@@ -23,6 +23,7 @@ from paceline.loop.flywheel.state import (
     NO_DRAFTER,
     Serving,
     TurnState,
+    anew,
     serving_of,
     traces_of,
     turn_folder,
@@ -69,7 +70,7 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
     if store and (now := Store.open(store["store"]).version) != store["version"]:
         raise ConfigError(
             f"{store['store']} was at version {store['version']} when turn {number} began, and is at {now}: what was "
-            f"learned is of another store; delete {folder} to begin the turn anew"
+            f"learned is of another store; {anew(folder)}"
         )
     return Turn(config, number, serving, folder, state, progress)
 

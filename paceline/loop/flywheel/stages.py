@@ -11,7 +11,6 @@ student-drafter   trains a drafter for the student on the student's own answers
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from paceline.loop.flywheel.config import FlywheelConfig
 from paceline.loop.flywheel.measure import FIRST, OWN, Bench, lost, slower
 from paceline.loop.flywheel.state import NO_DRAFTER, Serving, TurnState, traces_of, turn_folder
 from paceline.loop.store.folder import Store
+from paceline.loop.store.forget import renewed
 from paceline.model.checkpoint import load_config
 from paceline.report.tables import Progress
 from paceline.train import regenerate, train
@@ -144,9 +144,8 @@ def store(turn: Turn) -> StageResult:
         if data.model != turn.serving.model:
             raise ConfigError(f"{stores[0]} holds tokens of {data.model}, not of {turn.serving.model}: give its own")
     else:
-        path = turn.folder / "store"
-        shutil.rmtree(path, ignore_errors=True)  # incomplete, from a killed run, or of other answers
-        data = Store.create(path, turn.serving.model, turn.config.split)
+        # An earlier one is incomplete, from a killed run, or of other answers; rows that were deleted from it stay so.
+        data = renewed(turn.folder / "store", turn.serving.model, turn.config.split)
         left_out = data.add(sources, progress=turn.progress)["left_out"]
     contents = checks.check_store(data, left_out, turn.config.gates)
     room = min(turn.config.engine.max_len or ROOM, load_config(resolve(turn.serving.model)).max_position)

@@ -82,7 +82,7 @@ class TurnState:
         if not file.is_file():
             return cls(folder)
         with reraised(
-            ConfigError, f"{file} is damaged", "restore it, or delete the turn's folder", OSError, ValueError, TypeError
+            ConfigError, f"{file} is damaged", f"restore it, or {anew(folder)}", OSError, ValueError, TypeError
         ):
             return cls(folder, **json.loads(file.read_text(encoding="utf-8")))
 
@@ -96,12 +96,18 @@ class TurnState:
         they differ from `config`. Stores the settings of a new iteration in `asked`."""
         now = fixed_of(config)
         if self.asked:
-            check_same(self.folder, self.asked, now, ", or delete that folder to begin the turn anew")
+            check_same(self.folder, self.asked, now, f", or {anew(self.folder)}")
         self.asked = now
 
     def add_spent(self, stage: str, wall_s: float, core_s: float) -> None:
         before = self.spent.get(stage, {"wall_s": 0.0, "core_s": 0.0})
         self.spent[stage] = {"wall_s": before["wall_s"] + wall_s, "core_s": before["core_s"] + core_s}
+
+
+def anew(folder: Path) -> str:
+    """Returns advice on how to begin an iteration (turn) anew. Its store stays, with the list of deleted rows, and its
+    traces, which cannot be recorded again."""
+    return f"delete all in {folder} except store and traces to begin the turn anew"
 
 
 def fixed_of(config: FlywheelConfig) -> dict[str, Any]:

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, PromptError
+from paceline.errors import CacheError, ConfigError, PromptError, reraised
+from paceline.loop.store.config import SplitConfig
 from paceline.loop.store.folder import Store, parquet, write_shard
 from paceline.loop.store.incoming import Row, digest_of, is_ids, is_utf8, pa, read_shard, rows_with_damage, shards_of
 from paceline.loop.store.split import SIDES
 from paceline.model.text.tokenizer import Tokenizer
+from paceline.report.tables import SILENT
 from paceline.runs.folder import whole_file
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
 
 DAMAGED = "damaged line"
+CONTENTS = ("labels.jsonl", "card.md", "versions.jsonl")
+"""Files of a store in addition to its shards and its store.json."""
 
 
 @dataclass(slots=True)
@@ -84,6 +91,27 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
         counts = {name: getattr(done, name) for name in ("rows", "conversations", "labels", "cases")}
         done.version = store.commit("forget", {"forgot": counts})["version"]
     return done
+
+
+def renewed(path: Path, model: str, split: SplitConfig) -> Store:
+    """Returns an empty store at `path`, as `Store.create` does. Deletes the content of an earlier store there, except
+    its list of deleted rows, which cannot be added again, and its list of eval suites.
+
+    Raises ConfigError if another process changes the store, or if its store.json cannot be read; CacheError if it
+    cannot be written."""
+    if not (path / "store.json").is_file():
+        shutil.rmtree(path, ignore_errors=True)  # left by a killed process
+        return Store.create(path, model, split)
+    with (
+        only_run(path, "emptying the store", Ranks(), SILENT.say),
+        reraised(CacheError, f"cannot write {path}", "free space, or make it writable", OSError),
+    ):
+        store = Store.open(path)
+        for file in (*store.all_shards(), *store.unfinished(), *(path / name for name in CONTENTS)):
+            file.unlink(missing_ok=True)
+        store.model, store.split, store.version = model, split, 0
+        store.save()
+    return store
 
 
 def pattern_of(match: str) -> re.Pattern[str]:

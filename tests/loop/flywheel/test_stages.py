@@ -4,6 +4,7 @@ judges."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from paceline.loop.flywheel.run import open_turn
 from paceline.loop.flywheel.run import turn as run_turn
 from paceline.loop.store.config import SplitConfig
 from paceline.loop.store.folder import Store
+from paceline.loop.store.forget import forget
 from paceline.report.tables import SILENT
 
 pytestmark = pytest.mark.slow
@@ -68,6 +70,27 @@ def test_answers_that_were_mended_are_read_anew(tmp_path: Path, model: Path) -> 
         file.unlink()
     write_answers(bad, model, [SAID] * 20)
     assert stages.store(turn)["rows"] > 5 and turn.config.out.exists()
+
+
+def test_rows_that_were_forgotten_do_not_come_back(tmp_path: Path, model: Path) -> None:
+    """A store that was built again, as for an evals stage that failed, had them again."""
+    texts = [SAID] * 20
+    source = write_answers(tmp_path / "answers", model, texts)
+    turn = open_turn(FlywheelConfig(str(model), (source,), out=tmp_path / "wheel", gates=GATES), SILENT)
+    turn.state.stages["record"] = {"sources": [str(source)]}
+    path = stages.store(turn)["store"]
+    first = next(Store.open(path).rows("train"))
+    assert forget(Store.open(path), re.escape(first["prompt"])).rows >= 1
+    Store.open(path).note_suite(tmp_path / "suite.jsonl")
+    kept = {row["digest"] for side in ("train", "evals") for row in Store.open(path).rows(side)}
+    result, again = stages.store(turn), Store.open(path)
+    assert {row["digest"] for side in ("train", "evals") for row in again.rows(side)} == kept
+    assert first["digest"] not in kept and result["version"] == again.version == 1
+    assert again.suites == [str(tmp_path / "suite.jsonl")]
+    turn.state.stages["store"] = {"store": str(path), "version": 2}
+    turn.state.write()
+    with pytest.raises(ConfigError, match="delete all in .*turn-1 except store and traces"):
+        open_turn(turn.config, SILENT)
 
 
 def test_answers_have_the_room_that_the_model_leaves(tmp_path: Path, model: Path) -> None:
