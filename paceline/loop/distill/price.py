@@ -24,7 +24,7 @@ from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
 from paceline.loop.distill.corpus import corpus_of
 from paceline.loop.distill.reading import Reader
-from paceline.loop.distill.start import check_layers, check_same_words, kept_layers, num_weights
+from paceline.loop.distill.start import check_files, check_layers, check_same_words, kept_layers, num_weights
 from paceline.model import checkpoint
 from paceline.model.gguf.to_folder import config_json_of
 from paceline.train.documents.dataset import Corpus, Document
@@ -62,6 +62,7 @@ def price(config: DistillConfig) -> Price:
     del transformers
     teacher = resolve(config.teacher.model)
     check_layers(config.student, teacher)
+    check_files(config.files, config.student, teacher)
     corpus = corpus_of(config, config.answers)
     shape = checkpoint.load_config(teacher)
     if config.student.student:

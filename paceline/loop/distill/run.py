@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.bounds import refuse_unused
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, ModelFileError, reraised
 from paceline.hub import resolve
@@ -26,9 +25,8 @@ from paceline.loop.distill.config import DistillConfig
 from paceline.loop.distill.corpus import corpus_of
 from paceline.loop.distill.gate import Finding, GateInputs, Judge, agreement, answers
 from paceline.loop.distill.reading import Reader, Stored, read_all
-from paceline.loop.distill.start import influences, num_weights, write_start
+from paceline.loop.distill.start import check_files, gguf_format, influences, num_weights, write_start
 from paceline.model import checkpoint
-from paceline.model.gguf.container import is_gguf
 from paceline.model.gguf.to_folder import LAST_FILE, write_folder, write_model
 from paceline.model.gguf.writer import write_gguf
 from paceline.report.tables import SILENT, Column, Progress, Table
@@ -96,8 +94,7 @@ class _Stages:
     ) -> None:
         self.config, self.judges, self.progress, self.stop, self.teach = config, judges, progress, stop, teach
         self.teacher = resolve(config.teacher.model)
-        where = "without a GGUF file, which --gguf auto writes only for a teacher in one, without --student"
-        refuse_unused(config.files, self._gguf_format != "none", where, "embedding_format")
+        check_files(config.files, config.student, self.teacher)
 
     def run(self) -> DistillResult:
         folder = self._open()
@@ -218,10 +215,7 @@ class _Stages:
 
     @property
     def _gguf_format(self) -> str:
-        """Format of the GGUF file, with auto resolved; "none" for no file."""
-        if self.config.files.gguf != "auto":
-            return self.config.files.gguf
-        return "q4_1" if is_gguf(self.teacher) and not self.config.student.student else "none"
+        return gguf_format(self.config.files, self.config.student, self.teacher)
 
     def _write_candidate(self) -> tuple[Path, Path | None]:
         """Writes the trained student as a folder and, if configured, as a GGUF file."""

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.bounds import refuse_unused
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.hub import resolve
-from paceline.loop.distill.config import StudentConfig
+from paceline.loop.distill.config import FilesConfig, StudentConfig
 from paceline.model import checkpoint
 from paceline.model.config.decoder import DecoderConfig, has_llama_layers
+from paceline.model.gguf.container import is_gguf
 from paceline.model.gguf.to_folder import config_json_of, write_model
 from paceline.model.target import ForwardBatch
 from paceline.model.text.tokenizer import Tokenizer
@@ -114,6 +116,19 @@ def check_layers(config: StudentConfig, teacher: Path) -> None:
             "--student"
         )
     kept_layers(config, shape.num_layers)
+
+
+def gguf_format(files: FilesConfig, config: StudentConfig, teacher: Path) -> str:
+    """Format of the student's GGUF file, with auto resolved; "none" for no file."""
+    if files.gguf != "auto":
+        return files.gguf
+    return "q4_1" if is_gguf(teacher) and not config.student else "none"
+
+
+def check_files(files: FilesConfig, config: StudentConfig, teacher: Path) -> None:
+    """Raises ConfigError if `files` has a format for a GGUF file that is not written."""
+    where = "without a GGUF file, which --gguf auto writes only for a teacher in one, without --student"
+    refuse_unused(files, gguf_format(files, config, teacher) != "none", where, "embedding_format")
 
 
 def write_start(

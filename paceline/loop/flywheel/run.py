@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from paceline.errors import CacheError, ConfigError, PacelineError, reraised
 from paceline.hub import resolve
-from paceline.loop.distill.start import check_layers
+from paceline.loop.distill.start import check_files, check_layers
 from paceline.loop.flywheel import ledger
 from paceline.loop.flywheel.checks import check_judge
 from paceline.loop.flywheel.config import FlywheelConfig
@@ -89,7 +89,9 @@ def turn(config: FlywheelConfig, *, progress: Progress = SILENT) -> TurnResult:
     with only_run(config.out, "turning the flywheel", Ranks(), progress.say):
         current = open_turn(config, progress)
         if "student" not in current.state.stages:
-            check_layers(config.student_of(current.number), resolve(current.serving.model))
+            teacher, student = resolve(current.serving.model), config.student_of(current.number)
+            check_layers(student, teacher)
+            check_files(config.files, student, teacher)
         if config.evals.scorer == "judge" and "evals" not in current.state.stages:
             check_judge(config.judge)
         progress.say(f"turn {current.number}: {current.serving.model} answers now")

@@ -14,7 +14,7 @@ import pytest
 from small_teacher import SAID, write_answers, write_untaught
 
 from paceline.errors import ConfigError, JudgeError, PromptError
-from paceline.loop.distill.config import StudentConfig
+from paceline.loop.distill.config import FilesConfig, StudentConfig
 from paceline.loop.evals.config import JudgeConfig
 from paceline.loop.flywheel import checks, pricing, stages
 from paceline.loop.flywheel.config import FlywheelConfig, TurnGates
@@ -170,6 +170,16 @@ def test_a_student_of_more_layers_than_its_teacher_is_refused_first(
     for begin in (price, run_turn):
         with pytest.raises(ConfigError, match=message):
             begin(config)
+    assert not [*config.out.glob("turn-*")]
+
+
+def test_a_format_of_a_file_that_is_not_written_is_refused_first(tmp_path: Path, model: Path) -> None:
+    """It ended the turn at the student's stage, behind the evals and the drafter."""
+    student, files = StudentConfig(student="smaller"), FilesConfig(embedding_format="q4_1")
+    source = write_answers(tmp_path / "answers", model, [SAID] * 20)
+    config = FlywheelConfig(str(model), (source,), out=tmp_path / "wheel", student=student, files=files)
+    with pytest.raises(ConfigError, match="embedding_format means nothing without a GGUF file"):
+        run_turn(config)
     assert not [*config.out.glob("turn-*")]
 
 
