@@ -153,14 +153,15 @@ def _simulated(
     engine: EngineConfig, costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None
 ) -> dict[str, Any]:
     """Draw the predicted columns, if requested, and the chart, unless only columns were requested."""
-    check_own(out, "compare")
     has_columns = config.columns is not None or config.columns_png is not None
+    is_chart = not has_columns or svg or config.png or out or config.results
+    if is_chart and _has_run(config, out, svg):
+        check_own(out, "compare")
     if not has_columns and (given := given_of(config, "acceptance", "max_draft")):
         raise ConfigError(f"{', '.join(given)}: only with --columns or --columns-png: add one, or leave it out")
     has_model = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
     costs = replace(costs, model=engine.model if has_model else None)
     columns = _columns(costs, config) if has_columns else {}
-    is_chart = not columns or svg or config.png or out or config.results
     line = {**(_chart(costs, config, out, svg) if is_chart else {}), **columns}
     for warning in line["warnings"]:
         say(f"warning: {warning}")
@@ -184,13 +185,18 @@ def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
     return {"predicted": timing.verdict, "lossless": timing.on.lossless, "warnings": warnings, **figures, **files}
 
 
+def _has_run(config: ChartConfig, out: Path | None, svg: Path | None) -> bool:
+    """True if the chart is written to a run folder: to `out`, or without any other file to a new one."""
+    return out is not None or (svg is None and config.png is None)
+
+
 def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
     """Draw speed-up against acceptance length, to the requested files or to a run folder."""
     from paceline.bench.pages.speedup_chart import chart_of, draw
 
     chart, png = chart_of(costs, config), config.png
     line = chart.as_json()
-    if out is not None or (svg is None and png is None):
+    if _has_run(config, out, svg):
         run = RunFolder.create("compare", {"costs": costs, "chart": config}, out)
         run.write_json("speedup.json", line)
         svg, png, line["run"] = svg or run.path / "speedup.svg", png or run.path / "speedup.png", run.path

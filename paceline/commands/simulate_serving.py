@@ -80,7 +80,8 @@ def simulate_serving(
     from paceline.simulate.answer import simulate_server
     from paceline.simulate.server.replay import FIRST_TOKEN_WITHIN, THROUGHPUT_WITHIN
 
-    check_own(out, "simulate-serving", config.against)
+    if out:
+        check_own(out, "simulate-serving", config.against)
     answer = simulate_server(costs, config)
     _figures_table(answer).show(stderr=as_json)
     if config.against:

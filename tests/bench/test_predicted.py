@@ -16,7 +16,7 @@ from paceline.bench.pages.predicted import kept_drafts, predicted, token_times
 from paceline.bench.pages.speedup_chart import chart_of, read_points
 from paceline.bench.pages.timing import svg
 from paceline.cli import app
-from paceline.errors import ConfigError
+from paceline.errors import CacheError, ConfigError
 from paceline.simulate.answer import predict_all
 from paceline.simulate.assumed import CONTEXT
 from paceline.simulate.calculator_page import passage
@@ -159,6 +159,19 @@ def test_a_load_that_does_not_fit_is_warned_of_with_every_picture(picture: str, 
     result = CliRunner().invoke(app, ["compare", "--simulate", *words, "--json"], catch_exceptions=False)
     (warning,) = json.loads(result.stdout.splitlines()[-1])["warnings"]
     assert "900" in warning and result.stderr.count(f"warning: {warning}") == 1
+
+
+@pytest.mark.slow
+def test_a_picture_needs_no_place_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder without a place for runs/, compare --svg and simulate-serving were refused, which write none."""
+    (tmp_path / "runs").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    machine = ["--model", "Qwen3-8B", "--hardware", "H100"]
+    for words in (["compare", "--simulate", "--svg", "x.svg"], ["simulate-serving", "--rate", "1", "--requests", "2"]):
+        CliRunner().invoke(app, [*words, *machine], catch_exceptions=False)
+    assert (tmp_path / "x.svg").is_file()
+    with pytest.raises(CacheError, match="runs is a file, and a run needs a folder"):
+        CliRunner().invoke(app, ["compare", "--simulate", *machine], catch_exceptions=False)
 
 
 def test_a_chart_assumes_the_context_of_the_other_predictions() -> None:
