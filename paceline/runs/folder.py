@@ -235,8 +235,8 @@ def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[
     CacheError if the disk cannot be written; `remedy`: advice at the end of the message."""
     from safetensors import SafetensorError
 
-    _check_regular(path)
     with reraised(CacheError, f"cannot write {path}", remedy, OSError, SafetensorError):
+        _check_regular(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_leftovers(path.parent.absolute())
         scratch = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")

@@ -136,6 +136,12 @@ def test_writes_are_whole_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert sorted(file.name for file in run.path.iterdir()) == ["command.txt", "config.json", "report.md"]
 
 
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
+    """The check for devices raised a raw OSError."""
+    with pytest.raises(CacheError, match="cannot write .*File name too long"):
+        write_whole(tmp_path / ("x" * 300), "text")
+
+
 def test_a_device_or_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     """For root, /dev/null became an ordinary file."""
     os.mkfifo(pipe := tmp_path / "pipe")
