@@ -5,8 +5,8 @@
     rule: Annotated[str, ("auto", "match", "block")] = "auto"           # or Literal["auto", ...]
     shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (0.5,)
 
-In a tuple every value is checked; None is valid where the annotation has it. A dataclass derived from `Checked` checks
-its fields itself.
+In a tuple every value is checked; None is valid where the annotation has it. Integers must fit in 64 bits, also
+without a limit of their own. A dataclass derived from `Checked` checks its fields itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import ConfigError, PacelineError, SamplingError
+from paceline.errors import ConfigError, PacelineError, SamplingError, shown
+
+MAX_LAYERS = 4096
+"""Most layers of a model whose config is read, to run it or to predict its speed."""
+MAX_STREAMS, MAX_CONTEXT = 65_536, 2**24
+"""Most requests that decode together, and most tokens of one, of an engine and of a prediction."""
+MAX_DRAFTED = MAX_THREADS = 1024
+"""Most tokens drafted per round, and most CPU threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +54,21 @@ def at_least(least: float) -> Must:
     return within(f"at least {least:g}" if least else "0 or more", least=least, finite=False)
 
 
+def at_most(most: int) -> Must:
+    """Return a limit: a number of at most `most`."""
+    return Must(f"at most {most}", lambda value: value <= most)
+
+
+_NUMBERS = {
+    int: Must("a 64-bit integer", lambda value: not isinstance(value, int) or -(2**63) <= value < 2**63),
+    float: Must("a number below 1e308", lambda value: not isinstance(value, int) or abs(value) < 1e308),
+}
+"""Limits of all numbers by type: larger Python integers overflow in PyTorch and C, or in a conversion to float."""
+
 Count = Annotated[int, at_least(1)]
 Whole = Annotated[int, at_least(0)]
+Streams = Annotated[Count, at_most(MAX_STREAMS)]
+Context = Annotated[Count, at_most(MAX_CONTEXT)]
 Amount = Annotated[float, at_least(0)]
 Positive = Annotated[float, within("above 0", above=0, finite=False)]
 Rate = Annotated[float, within("above 0", above=0)]
@@ -90,7 +110,7 @@ def check_all(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
 
 
 def _error(kind: type[PacelineError], name: str, be: str, value: Any) -> PacelineError:
-    error = kind(f"{name} must be {be}, not {value!r:.80}")
+    error = kind(f"{name} must be {be}, not {shown(value)}")
     if isinstance(error, SamplingError):
         error.field = name
     return error
@@ -141,7 +161,19 @@ class Checked:
 def _limits_of(owner: type) -> dict[str, tuple[list[Must], bool]]:
     """Returns, for each field with limits, these and whether None is valid."""
     hints = get_type_hints(owner, include_extras=True)
-    return {name: (limits, _has_none(hint)) for name, hint in hints.items() if (limits := list(_limits(hint)))}
+    limits_of = {name: [*_limits(hint), *map(_NUMBERS.__getitem__, _numbers_of(hint))] for name, hint in hints.items()}
+    return {name: (limits, _has_none(hints[name])) for name, limits in limits_of.items() if limits}
+
+
+def _numbers_of(hint: Any) -> set[type]:
+    """Returns int or float if a type annotation has such values. A tuple of plain numbers has none: it may be long, as
+    token ids are."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated or (origin is tuple and get_origin(parts[0]) is Annotated):
+        return _numbers_of(parts[0])
+    if origin in (Union, UnionType):
+        return set().union(*map(_numbers_of, parts))
+    return {hint} & {int, float}
 
 
 def _has_none(hint: Any) -> bool:

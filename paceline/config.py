@@ -14,8 +14,21 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Count, Name, Share, Whole, at_least, check_all, within
-from paceline.errors import ConfigError, refuse, reraised
+from paceline.bounds import (
+    MAX_CONTEXT,
+    MAX_DRAFTED,
+    MAX_THREADS,
+    Count,
+    Name,
+    Share,
+    Streams,
+    Whole,
+    at_least,
+    at_most,
+    check_all,
+    within,
+)
+from paceline.errors import ConfigError, refuse, reraised, shown
 from paceline.plan.marginals import Marginals
 from paceline.plan.speculate import Speculation
 from paceline.types import NONE
@@ -30,7 +43,7 @@ _ALSO_TAKEN: tuple[tuple[str, Any, Callable[[Any], Any]], ...] = (
     ("model", Path, str),
     ("drafter", Path, str),
     ("drafter", NoneType, lambda _: NONE),
-    ("speculate", Integral, str),
+    ("speculate", Integral, shown),
     ("kv_memory", float, lambda size: int(size) if math.isfinite(size) else size),
     ("mocked_marginals", list | tuple, lambda rows: tuple(tuple(r) if isinstance(r, list) else r for r in rows)),
 )
@@ -63,13 +76,13 @@ class EngineConfig:
     all others quantise larger weights to this format, which changes the model."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """random builds the architecture with random weights: realistic speed, meaningless text."""
-    max_batch: Count = 8
+    max_batch: Streams = 8
     """Most requests that decode together: rows of the KV cache."""
-    max_len: Annotated[int, at_least(2)] | None = None
+    max_len: Annotated[int, at_least(2), at_most(MAX_CONTEXT)] | None = None
     """Longest prompt plus answer, in tokens [default: the model's limit, at most 2048]."""
     kv_memory: Bytes | None = None
     """Most memory for all KV caches, including the drafter's: 512M, 2G or bytes. Lowers `max_batch` until they fit."""
-    num_drafted: Whole | None = None
+    num_drafted: Annotated[Whole, at_most(MAX_DRAFTED)] | None = None
     """Most tokens drafted per round [default: the drafter's own number]."""
     speculate: str = "auto"
     """auto verifies in each round the number of drafts with the most tokens per second, possibly none, and prefers
@@ -93,7 +106,7 @@ class EngineConfig:
     tree:N, else to a chain."""
     prefill_chunk: Count = 256
     """Prompt tokens per engine step, so that a long prompt does not delay other requests."""
-    threads: Count | None = None
+    threads: Annotated[Count, at_most(MAX_THREADS)] | None = None
     """CPU threads [default: PyTorch's choice]."""
 
     def __post_init__(self) -> None:

@@ -32,7 +32,9 @@ to do. The command line prints that line and exits with code 2; any other except
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 
 class PacelineError(Exception):
@@ -179,3 +181,13 @@ def refuse(kind: type[PacelineError], *checks: tuple[bool, str]) -> None:
     for is_wrong, text in checks:
         if is_wrong:
             raise kind(text)
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error message: the first 80 characters of its repr. Python writes no integer of more than
+    4,300 digits; such a value is described by its type."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        kind = type(value).__name__
+        return f"one of more than {sys.get_int_max_str_digits()} digits" if kind == "int" else f"a {kind} that has one"

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal
 
 from paceline.bounds import Count, Must, Share, check_all, within
-from paceline.errors import SamplingError
+from paceline.errors import SamplingError, shown
 from paceline.lossy import Lossy
 
 GrammarKind = Literal["json_object", "json_schema", "regex"]
@@ -42,7 +42,9 @@ class GrammarSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise SamplingError(f"grammar: text must be of type str, not {self.text!r:.80}: give a schema as JSON text")
+            raise SamplingError(
+                f"grammar: text must be of type str, not {shown(self.text)}: give a schema as JSON text"
+            )
 
 
 def _plain(value: Any) -> Any:
@@ -115,7 +117,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         check_all(self, SamplingError)
         if isinstance(self.prediction, str) and _SURROGATE.search(self.prediction):
-            raise SamplingError(f"prediction must be {_UNICODE}, not {self.prediction!r:.80}", "prediction")
+            raise SamplingError(f"prediction must be {_UNICODE}, not {shown(self.prediction)}", "prediction")
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             raise SamplingError(message, "min_tokens")

@@ -3,19 +3,23 @@ fields."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
-from paceline.bounds import Count, Must, Positive, Rate, Share, Whole, _limits_of, at_least, check, within
+from paceline.bounds import Count, Must, Positive, Rate, Share, Whole, _limits_of, _numbers_of, at_least, check, within
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError, SamplingError
 from paceline.model.sampling.logits import penalise, target_probs
 from paceline.sampling import GrammarSpec, SamplingParams
+from paceline.serve.settings import ServeConfig
+from paceline.train.config import DrafterShape, LoopConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,17 @@ def test_what_is_beyond_is_named(values: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("kind", [EngineConfig, ServeConfig, SamplingParams, TrainConfig, LoopConfig, DrafterShape])
+def test_integers_of_more_than_64_bits_are_refused(kind: Any) -> None:
+    """They ended in OverflowError, or PyTorch's errors, where they were first used."""
+    names = [name for name, hint in get_type_hints(kind, include_extras=True).items() if _numbers_of(hint) == {int}]
+    assert names
+    for name, number in itertools.product(names, (10**30, -(10**30), 10**5000)):
+        is_several = "tuple" in str(get_type_hints(kind)[name])
+        with pytest.raises((ConfigError, SamplingError), match=f"^{name} must be"):
+            kind(**{name: (number,) if is_several else number})
+
+
 def test_what_is_within_is_taken() -> None:
     assert Oven(trays=3, heat=300.0, fuel="wood", mode="fast", minutes=(), shares=(0.0, 1.0), guests=7).free == -1.0
 
@@ -94,6 +109,10 @@ def test_the_kind_of_error_is_the_callers() -> None:
         ({"stop_token_ids": torch.tensor(5)}, "stop_token_ids must be of type tuple[int, ...], not 5"),
         ({"stop_token_ids": torch.tensor([1.5])}, "stop_token_ids must be of type tuple[int, ...], not (1.5,)"),
         ({"temperature": 1e46}, "temperature must be between 0 (greedy) and 1e9, not 1e+46"),
+        ({"top_k": -(10**5000)}, "top_k must be 0 (off) or more, not one of more than 4300 digits"),
+        ({"stop": [10**5000]}, "stop must be of type tuple[str, ...], not a tuple that has one"),
+        ({"max_tokens": 10**30}, f"max_tokens must be a 64-bit integer, not {10**30}"),
+        ({"temperature": 10**5000}, "temperature must be between 0 (greedy) and 1e9, not one of more than 4300 digits"),
         ({"temperature": math.nan}, "temperature must be between 0 (greedy) and 1e9, not nan"),
         ({"logit_bias": {5: 1e308}}, "logit_bias must be numbers up to 1e9, or -inf, not {5: 1e+308}"),
         ({"logit_bias": {5: -(10**400)}}, f"logit_bias must be numbers up to 1e9, or -inf, not {{5: -1{'0' * 74}"),

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paceline.errors import PromptError
+from paceline.errors import PromptError, shown
 
 Message = dict[str, Any]
 
@@ -68,7 +68,7 @@ def normalised(messages: Any) -> list[Message]:
 def _message(message: Any, field: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         example = "each message needs a role and a content, as in {'role': 'user', 'content': '...'}"
-        raise MessageError(field, f"{example} (got {message!r:.80})")
+        raise MessageError(field, f"{example} (got {shown(message)})")
     own = {key: value for key, value in message.items() if value is not None}
     if unknown := own.keys() - READ_KEYS:
         names = ", ".join(sorted(map(str, unknown)))
@@ -77,7 +77,7 @@ def _message(message: Any, field: str) -> Message:
         )
     content_keys = {"content", "tool_calls", "function_call", "reasoning_content", "reasoning", "refusal"}
     if "content" not in message and not own.keys() & content_keys:
-        raise MessageError(field, f"each message needs a role and a content (got {message!r:.80})")
+        raise MessageError(field, f"each message needs a role and a content (got {shown(message)})")
     text = content_text(own.get("content"), f"{field}.content") or _string(own, "refusal", field)
     normal: Message = {"role": own["role"], "content": text}
     normal |= {key: value for key in ("name", "tool_call_id") if (value := _string(own, key, field))}

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paceline import rng
+from paceline.bounds import MAX_DRAFTED
+from paceline.errors import ConfigError, shown
 from paceline.model.sampling.logits import sample, target_probs
 from paceline.model.target import Target
 from paceline.types import Batch, DraftBlock, Sequence
@@ -44,6 +46,13 @@ class Stamp(NamedTuple):
             return self.path is None or self == Stamp.of(self.path)
         except OSError:
             return False
+
+
+def checked_num_drafted(num_drafted: int) -> int:
+    """Returns this number of drafts per round. Raises ConfigError unless it is between 0 and 1024 (MAX_DRAFTED)."""
+    if not 0 <= num_drafted <= MAX_DRAFTED:
+        raise ConfigError(f"num_drafted must be between 0 and {MAX_DRAFTED}, not {shown(num_drafted)}")
+    return num_drafted
 
 
 @dataclass(slots=True)

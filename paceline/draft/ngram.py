@@ -17,8 +17,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.draft.base import Drafter, Observed
-from paceline.errors import ConfigError, SamplingError, refuse
+from paceline.draft.base import Drafter, Observed, checked_num_drafted
+from paceline.errors import ConfigError, SamplingError, refuse, shown
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.types import LOOKUP, PREDICTION, Batch, DraftBlock, SamplingParams, Sequence
 
@@ -78,14 +78,10 @@ class NgramDrafter(_TextDrafter):
     _rows: dict[int, _Row]
 
     def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:
-        """`num_drafted`: maximum tokens drafted per round; None: 16. Raises ConfigError if it is negative, or if
-        `min_match` is below 1."""
-        super().__init__(MOST_DRAFTED if num_drafted is None else num_drafted)
-        refuse(
-            ConfigError,
-            (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"),
-            (min_match < 1, f"min_match must be at least 1, not {min_match}"),
-        )
+        """`num_drafted`: maximum tokens drafted per round; None: 16. Raises ConfigError if it is not between 0 and
+        1024, or if `min_match` is below 1."""
+        super().__init__(checked_num_drafted(MOST_DRAFTED if num_drafted is None else num_drafted))
+        refuse(ConfigError, (min_match < 1, f"min_match must be at least 1, not {shown(min_match)}"))
         self._sizes = (2, 1) if min_match == 1 else (min_match,)
 
     def start(self, seq: Sequence) -> None:
@@ -256,5 +252,5 @@ def predicted_ids(tokenizer: Tokenizer, params: SamplingParams, vocab_size: int)
     prediction = params.prediction
     ids = tokenizer.encode(prediction, add_special_tokens=False) if isinstance(prediction, str) else list(prediction)
     if wrong := next((token for token in ids if not 0 <= token < vocab_size), None):
-        raise SamplingError(f"prediction has token {wrong}, outside the vocabulary of {vocab_size}: remove it")
+        raise SamplingError(f"prediction has token {shown(wrong)}, outside the vocabulary of {vocab_size}: remove it")
     return ids

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter, PredictionDrafter
 from paceline.draft.tapped import TappedDrafter
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, shown
 from paceline.model.sharing import is_as_read, sharing
 from paceline.model.target import Target
 from paceline.plan.planner import Offer, Planner
@@ -199,6 +199,8 @@ class Pool:
         self._let_go()
 
     def _join(self, name: str, drafter: Drafter, *, is_alone: bool = False) -> None:
+        if not isinstance(drafter, Drafter):
+            raise ConfigError(f"a drafter must be a Drafter, not {shown(drafter)}: make one with make_drafter()")
         # Under these names its drafts would be counted as copies of a text, or as plain decoding.
         if name in (NONE, LOOKUP, PREDICTION) and drafter.num_drafted and not drafter.is_instant:
             meanings = "lookups, a request's prediction or no drafter"

@@ -22,7 +22,7 @@ from paceline.draft.mtp.checkpoint import is_mtp
 from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
-from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError
+from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError, shown
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
@@ -75,8 +75,8 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
         if options:
             raise ConfigError(f"a ready {type(spec).__name__} takes no options: set num_drafted where it is made")
         return spec
-    if not isinstance(spec, str | Path | None):
-        raise ConfigError(f"a drafter must be a name, a path or a Drafter, not {spec!r:.80}")
+    if not isinstance(spec, str | Path | None) or (isinstance(spec, str) and not spec.strip()):
+        raise ConfigError(f"a drafter must be a name, a path or a Drafter, not {shown(spec)}")
     name = "none" if spec is None else str(spec)
     source, stamp = origin_of(name)
     drafter = _read(stamp.path, target, options) if stamp.path else DRAFTERS[name](target, target_name, **options)

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.draft.base import Drafter, Observed, sample_draft
-from paceline.errors import ConfigError, DrafterMismatchError, refuse
+from paceline.draft.base import Drafter, Observed, checked_num_drafted, sample_draft
+from paceline.errors import DrafterMismatchError
 from paceline.model.target import ForwardBatch, Target
 from paceline.report.statistics import num_common
 from paceline.types import Batch, DraftBlock, Sequence
@@ -26,12 +26,12 @@ class SmallModelDrafter(Drafter):
     name, is_stepwise = "small_model", True
 
     def __init__(self, model: Target, *, num_drafted: int | None = None) -> None:
-        """`model`: the smaller model, as a Target of its own. Raises ConfigError if `num_drafted` is negative."""
+        """`model`: the smaller model, as a Target of its own. Raises ConfigError if `num_drafted` is not between
+        0 and 1024."""
         self.model, self.has_own_threads = model, model.has_own_threads
         self._drafted: dict[int, tuple[int, list[int]]] = {}
         """Row -> (position of its first draft, drafts) of the latest round."""
-        self.num_drafted = 4 if num_drafted is None else num_drafted
-        refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
+        self.num_drafted = checked_num_drafted(4 if num_drafted is None else num_drafted)
 
     def bind(self, target: Target) -> None:
         """Check that the model's vocabulary is as large as the target's, and allocate the model's cache. Raises

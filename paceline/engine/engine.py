@@ -21,7 +21,7 @@ from paceline.engine.round import RuleJudge, decode_round, fail
 from paceline.engine.scheduler import PrefixReuse, Scheduler
 from paceline.engine.shape import forbidden_ids
 from paceline.engine.threads import limit_threads, restore_threads
-from paceline.errors import ContextLengthError, PromptError, SamplingError
+from paceline.errors import ContextLengthError, PromptError, SamplingError, shown
 from paceline.lossy import NOT_ALLOWED, Ledger
 from paceline.model.sampling.logits import logprobs_of_rows
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
@@ -174,16 +174,16 @@ class Engine:
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
-            raise SamplingError(f"params must be SamplingParams(...), not {params!r:.80}")
+            raise SamplingError(f"params must be SamplingParams(...), not {shown(params)}")
         if not prompt_ids:
             raise PromptError("the prompt is empty: give at least one token")
         vocab_size, max_len = self.target.vocab_size, self.target.cache.max_len
         if wrong := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
-            raise PromptError(f"token {wrong} is outside the model's vocabulary of {vocab_size}: check the tokenizer")
+            raise PromptError(f"token {shown(wrong)} is outside the vocabulary of {vocab_size}: check the tokenizer")
         for name in ("logit_bias", "stop_token_ids"):
             if wrong := next((token for token in getattr(params, name) or () if not 0 <= token < vocab_size), None):
                 raise SamplingError(
-                    f"{name} names token {wrong}, outside the vocabulary of {vocab_size}: remove it", name
+                    f"{name} names token {shown(wrong)}, outside the vocabulary of {vocab_size}: remove it", name
                 )
         if params.lossy and not self.allow_lossy:
             raise SamplingError(NOT_ALLOWED)

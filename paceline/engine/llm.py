@@ -30,7 +30,7 @@ from paceline.engine.completion import Completion
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.residency import Residency, create, fit_budget
 from paceline.engine.round import RuleJudge
-from paceline.errors import ConfigError, EngineReplacedError, PromptError, SamplingError, reraised, way_out
+from paceline.errors import ConfigError, EngineReplacedError, PromptError, SamplingError, reraised, shown, way_out
 from paceline.hub import resolve as resolve_model
 from paceline.model.backends import load_target, settle
 from paceline.model.measure import measure_passes
@@ -383,7 +383,7 @@ class LLM:
 
 def _listed(values: Any, what: str) -> list[Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise PromptError(f"give a list of {what}s, as in [{what}], not {values!r:.80}")
+        raise PromptError(f"give a list of {what}s, as in [{what}], not {shown(values)}")
     return [*values]
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.bounds import MAX_DRAFTED
 from paceline.errors import ConfigError
 from paceline.plan.planner import FixedPlanner
 from paceline.plan.trees import MOST_NODES
 
-KNOWN = f"auto, full, off, N (drafts in every round) or tree:N (a tree of N drafts, at most {MOST_NODES})"
+KNOWN = f"auto, full, off, N (drafts in every round, at most {MAX_DRAFTED}) or tree:N (a tree, at most {MOST_NODES})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +32,17 @@ class Speculation:
 
     @classmethod
     def of(cls, text: str) -> Speculation:
-        """Parses a value of the setting: "auto", "full", "off", "N" or "tree:N". N is a number of drafts; for a tree,
-        it is limited to 1 to 128 (MOST_NODES). Raises ConfigError for any other text."""
+        """Parses a value of the setting: "auto", "full", "off", "N" or "tree:N". N is a number of drafts, at most
+        1024 (MAX_DRAFTED); for a tree, 1 to 128 (MOST_NODES). Raises ConfigError for any other text."""
         if text in ("auto", "full", "off"):
             return cls(is_auto=text == "auto", num_drafted=0 if text == "off" else None)
         digits = text.removeprefix("tree:")
-        if digits.isascii() and digits.isdecimal():
-            if digits == text:
+        if digits.isascii() and digits.isdecimal() and len(digits) < 10:
+            if digits == text and int(digits) <= MAX_DRAFTED:
                 return cls(num_drafted=int(text))
-            if 1 <= int(digits) <= MOST_NODES:
+            if digits != text and 1 <= int(digits) <= MOST_NODES:
                 return cls(num_nodes=int(digits))
-        raise ConfigError(f"speculate {text!r} is not known: choose {KNOWN}")
+        raise ConfigError(f"speculate {text!r:.80} is not known: choose {KNOWN}")
 
     @property
     def is_off(self) -> bool:

@@ -295,5 +295,6 @@ def test_random_ones_and_their_sizes() -> None:
     own = sum(tensor.nbytes for tensor in drafter.network.state_dict().values())
     assert drafter.weight_bytes == 2 * own
     drafter.keep_weights()
-    with pytest.raises(ConfigError, match="num_drafted must be 0 or more, not -1"):
-        make_drafter("random-eagle3", target, num_drafted=-1)
+    for number in (-1, 1025, 2**31):  # the last one ended in PyTorch's allocation error
+        with pytest.raises(ConfigError, match=f"num_drafted must be between 0 and 1024, not {number}"):
+            make_drafter("random-eagle3", target, num_drafted=number)

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.draft.ngram import NgramDrafter
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PromptError
 from paceline.plan.planner import AdaptivePlanner
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 1, "max_len": 64}
@@ -44,6 +44,12 @@ def test_drafter_and_drafters_exclude_each_other(model: Path) -> None:
     [
         ({"drafter": 5}, "drafter must be of type str or Path or Drafter or None, not 5"),
         ({"drafters": {"a": 5}}, "drafters must be of type Mapping[str, str or Path or Drafter] or None, not {'a': 5}"),
+        ({"drafter": ""}, "drafter must be a name, not empty, not ''"),
+        ({"drafters": {"a": ""}}, "drafter must be a name, not empty, not ''"),
+        (
+            {"drafters": {"a": None}},
+            "drafters must be of type Mapping[str, str or Path or Drafter] or None, not {'a': None}",
+        ),
         ({"drafters": 5}, "drafters must be of type Mapping[str, str or Path or Drafter] or None, not 5"),
         ({"router": "auto"}, "router must be of type Router or None, not 'auto'"),
         ({"allow_lossy": "false"}, "allow_lossy must be of type bool, not 'false'"),
@@ -63,6 +69,12 @@ def test_paths_are_taken_as_their_names(model: Path) -> None:
     assert (llm.config.model, llm.config.drafter, llm.drafter.name) == (str(model), "ngram", "ngram")
     with pytest.raises(ConfigError, match="a drafter must be a name, a path or a Drafter, not 5"):
         llm.use_drafter(cast(Any, 5))
+    with pytest.raises(ConfigError, match="a drafter must be a name, a path or a Drafter, not ''"):
+        llm.use_drafter("")  # it was the working folder
+    with pytest.raises(ConfigError, match="a drafter must be a Drafter, not 'ngram': make one with make_drafter"):
+        llm.put_drafter("mine", cast(Any, "ngram"))
+    with pytest.raises(PromptError, match="token one of more than 4300 digits is outside the vocabulary of"):
+        llm.generate_ids([[10**5000]])
 
 
 def test_a_drafter_of_ones_own_needs_no_name(model: Path) -> None:

@@ -27,7 +27,7 @@ from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash.reading import Reading, num_finite
 from paceline.draft.tapped import TappedDrafter, cache_shape_of, features_of
 from paceline.draft.vocabulary import HEAD, Vocabulary
-from paceline.errors import ConfigError, ModelFileError, reraised
+from paceline.errors import ConfigError, ModelFileError, reraised, shown
 from paceline.model.checkpoint import random_weights
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.native.decoder import NativeDecoder
@@ -240,7 +240,7 @@ class DFlashDrafter(TappedDrafter):
         most = self.config.num_slots
         self.num_drafted = most if num_drafted is None else num_drafted
         if not 0 <= self.num_drafted <= most:
-            raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {most}, not {num_drafted}")
+            raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {most}, not {shown(num_drafted)}")
         self.draft_ids, self.head_VD = draft_ids, head_VD
         self.tap_layers = self.config.target_layer_ids
 

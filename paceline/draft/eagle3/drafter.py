@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from paceline.draft.base import checked_num_drafted
 from paceline.draft.chained import ChainedDrafter
 from paceline.draft.dflash.drafter import MLP, Norm, Projections, shapes_of, with_tensors
 from paceline.draft.dflash.reading import over_vocabulary
@@ -37,7 +38,6 @@ from paceline.draft.eagle3.checkpoint import (
 from paceline.draft.eagle3.native import Eagle3NativePath
 from paceline.draft.eagle3.path import Eagle3Path
 from paceline.draft.tapped import cache_shape_of
-from paceline.errors import ConfigError, refuse
 from paceline.model.checkpoint import random_weights
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
@@ -163,11 +163,10 @@ class Eagle3Drafter(ChainedDrafter):
         others: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`ids`: token id of each row of the LM head [default: 0, 1, 2, ...]. Raises ConfigError if `num_drafted` is
-        negative."""
+        not between 0 and 1024."""
         self.network, self.config = network, network.config
         self.ids = torch.arange(self.config.draft_vocab_size) if ids is None else ids
-        self.num_drafted = DEFAULT_DRAFTED if num_drafted is None else num_drafted
-        refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
+        self.num_drafted = checked_num_drafted(DEFAULT_DRAFTED if num_drafted is None else num_drafted)
         self.tap_layers = self.config.tap_layers
         self._others = dict(others or {})
 

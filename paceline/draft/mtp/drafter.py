@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline import hub
+from paceline.draft.base import checked_num_drafted
 from paceline.draft.chained import ChainedDrafter
 from paceline.draft.mtp.checkpoint import MtpLayer, is_mtp, read_mtp, write_mtp
 from paceline.draft.mtp.paths import MtpNativePath, MtpPath
@@ -42,10 +43,9 @@ class MtpDrafter(ChainedDrafter):
 
     def __init__(self, layer: MtpLayer, *, num_drafted: int | None = None) -> None:
         """`num_drafted`: maximum drafts per round [default: as many as the layer was trained for, or 3]. Raises
-        ConfigError if it is negative."""
+        ConfigError if it is not between 0 and 1024."""
         self.layer = layer
-        self.num_drafted = (layer.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted
-        refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
+        self.num_drafted = checked_num_drafted((layer.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted)
 
     @classmethod
     def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:

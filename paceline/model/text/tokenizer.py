@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from paceline.errors import ModelFileError, PromptError, SamplingError, TemplateError, reraised
+from paceline.errors import ModelFileError, PromptError, SamplingError, TemplateError, reraised, shown
 from paceline.model.adapter import base_of, is_adapter
 from paceline.model.checkpoint import eos_token_ids, existing, read_json
 from paceline.model.gguf import container as gguf_file
@@ -107,7 +107,7 @@ class Tokenizer:
         """Encode raw text to token ids. `add_special_tokens`: add bos or eos, if the tokenizer is configured to. Raises
         PromptError for invalid Unicode and other values."""
         if not isinstance(text, str):
-            raise PromptError(f"a prompt must be a text, not {text!r:.80}")
+            raise PromptError(f"a prompt must be a text, not {shown(text)}")
         with reraised(
             PromptError, "the prompt is no valid Unicode text", "re-encode it as UTF-8", UnicodeEncodeError, TypeError
         ):
