@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from javascript import run_js
 
+from paceline.bounds import MAX_CONTEXT, MAX_LAYERS, MAX_STREAMS
 from paceline.errors import PacelineError
 from paceline.simulate.calculator_page import data
 from paceline.simulate.costs import catalogue
@@ -89,6 +90,17 @@ def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
         assert ("error" in ours) == (expected is None), (ours, config)
         assert expected is None or comparable(ours["shape"]) == expected, config
     assert 30 < refused < len(cases) - 30
+
+
+def test_as_many_layers_are_read_as_the_decoder_runs() -> None:
+    """The page read 2,000 layers, the command 10,000."""
+    config = {**catalogue.entries()["Qwen3-8B"]["config"], "layer_types": None}
+    most, beyond = ({**config, "num_hidden_layers": number} for number in (MAX_LAYERS, MAX_LAYERS + 1))
+    read, refused = run_js(READ, {"formats": data()["formats"], "configs": [most, beyond]})
+    assert comparable(read["shape"]) == comparable(asdict(shape_of(most)))
+    assert refused["error"] == "num_hidden_layers is above 4096: check the config.json"
+    limits = run_js("(data) => { const { batch, context } = fieldsOf(data); return [batch.max, context.max]; }", data())
+    assert limits == [MAX_STREAMS, MAX_CONTEXT]
 
 
 def test_a_pasted_shape_is_checked() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, TypeGuard
 
+from paceline.bounds import MAX_LAYERS
 from paceline.errors import ModelFileError
 
 MAX_SIZE = 2**31 - 1
-MOST = {"num_hidden_layers": 4096, "block_size": 1024}
+MOST = {"num_hidden_layers": MAX_LAYERS, "block_size": 1024}
 MAX_EXPERTS = 65536
 LARGEST = 1e18
 """Upper limits of values in config.json: integers, in general and by key, experts of all layers, and floats. Larger

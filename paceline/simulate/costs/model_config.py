@@ -14,15 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.bounds import MAX_LAYERS
 from paceline.errors import UnsupportedModelError
 from paceline.simulate.costs.shapes import Attention, Experts, ModelShape, Precisions
 from paceline.simulate.files import is_amount
 
 KEYS: dict[str, Any] = json.loads((Path(__file__).parent / "config_keys.json").read_text(encoding="utf-8"))
-"""Tables of key, family and layer-type names in config.json files; the page reads them too."""
+KEYS["max_layers"] = MAX_LAYERS
+"""Tables of key, family and layer-type names in config.json files, and the largest number of layers, which are read one
+by one; the page reads them too."""
 
-MOST, MOST_LAYERS = 10**9, 10_000
-"""Largest size in a config.json, and largest number of layers, which are read one by one."""
+MOST = 10**9
+"""Largest size in a config.json."""
 
 
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
@@ -86,7 +89,7 @@ class ConfigReader:
             if default is None:
                 raise self.error(f"the config has no {name}, which a prediction needs: give a complete config.json")
             return default
-        most = MOST_LAYERS if name == "num_hidden_layers" else MOST
+        most = MAX_LAYERS if name == "num_hidden_layers" else MOST
         is_size = is_amount(value) and float(value).is_integer() and (default == 0 or value > 0)
         if not is_size or value > most:
             raise self.error(f"{name} is {value!r:.40}, which is no size: check the config.json")

@@ -3,7 +3,6 @@ import CONFIG_KEYS from "../costs/config_keys.json" with { type: "json" };
 import { InputError } from "./formulas.js";
 
 const QUANTIZATION = ["quant_method", "quant_algo", "bits", "load_in_4bit"];
-const MOST_LAYERS = 2000;
 const LARGEST = 1e9;
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
@@ -25,8 +24,8 @@ export class ConfigReader {
       if (this.family.startsWith(family))
         throw new InputError(`${this.family} has ${reason}, which is not read: paste its shape instead`);
     }
-    if (this.whole("num_hidden_layers") > MOST_LAYERS)
-      throw new InputError(`num_hidden_layers is above ${MOST_LAYERS}: check the config.json`);
+    if (this.whole("num_hidden_layers") > CONFIG_KEYS.max_layers)
+      throw new InputError(`num_hidden_layers is above ${CONFIG_KEYS.max_layers}: check the config.json`);
   }
 
   /** Own keys of the inner config, or of the outer one. */
