@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from paceline.bounds import Checked, Count, Rate, Share, Whole, check, within
+from paceline.bounds import MAX_DRAFTED, Checked, Context, Count, Rate, Share, Streams, Whole, check, within
 from paceline.errors import ConfigError, refuse
 from paceline.simulate.assumed import CONTEXT
 
@@ -26,7 +26,7 @@ def given_of(settings: Any, *names: str) -> list[str]:
 
 
 Requests = Annotated[int, within("between 1 and 1e6", least=1, most=1e6)]
-DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
+DraftLength = Annotated[int, within(f"between 0 and {MAX_DRAFTED}", least=0, most=MAX_DRAFTED)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class CostsConfig:
 class PredictConfig:
     """Options of a speed-up prediction. Raises ConfigError on invalid values."""
 
-    batch: tuple[Count, ...] = (1,)
+    batch: tuple[Streams, ...] = (1,)
     """Batch size; several, comma-separated, make a sweep."""
-    context: Count = CONTEXT
+    context: Context = CONTEXT
     """Tokens in each sequence's cache."""
     acceptance: str | None = None
     """One chance (0.8), a chance for each draft position (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a
@@ -130,7 +130,7 @@ class ServingConfig:
     """Acceptance, as in simulate: 0.8, survival:.77,.57, a bench decode run [default: 0.8, or that of --against]."""
     rate: tuple[Rate, ...] = ()
     """Open loops: requests per second at random times [default: 0.3 to 1.2 of the capacity of plain decoding]."""
-    concurrency: tuple[Count, ...] = ()
+    concurrency: tuple[Streams, ...] = ()
     """Closed loops: requests in flight, comma-separated."""
     requests: Requests = 400
     """Number of requests of each load."""
@@ -144,7 +144,7 @@ class ServingConfig:
     marginals: str | None = None
     """Marginals of a block drafter, as in simulate: greedy, sampled or a run. With them, adaptive also uses trees, and
     chains have their acceptance."""
-    max_rows: Count | None = None
+    max_rows: Streams | None = None
     """Maximum batch size [default: 8, or that of the server of --against]."""
     prefill_chunk: Whole = 256
     """Maximum prompt tokens of a step; 0 prefills a prompt in one step."""
@@ -172,9 +172,9 @@ class ChartConfig(Checked):
 
     results: tuple[Path, ...] = ()
     """With --simulate: bench decode runs, mocked or real, whose points are drawn."""
-    batch: Count = 1
+    batch: Streams = 1
     """With --simulate: batch size."""
-    context: Count = CONTEXT
+    context: Context = CONTEXT
     """With --simulate: tokens in each sequence's cache."""
     png: Path | None = None
     """With --simulate: also a PNG."""
@@ -221,9 +221,9 @@ class PriceConfig:
 class AdviceConfig:
     """Traffic, training machine and prices for `paceline advise`. Raises ConfigError on invalid values."""
 
-    streams: Count | None = None
+    streams: Streams | None = None
     """Requests that decode together [default: the number that the server of --url runs, else 1]."""
-    context: Count = CONTEXT
+    context: Context = CONTEXT
     """Tokens in the cache of each."""
     traffic: Annotated[str | None, ("mixed", "application")] = None
     """Kind of traffic: mixed, or one application's requests with its own prompt or schema [default: unknown, with an

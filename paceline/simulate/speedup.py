@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.bounds import Checked, Count
+from paceline.bounds import Checked, Context, Streams
 from paceline.errors import ConfigError, needing, reraised
 from paceline.report.statistics import add_histograms, survival
 from paceline.simulate.config import DraftLength
@@ -255,9 +255,9 @@ def _pairs(drafted: Any, accepted: Any) -> list[tuple[int, int]]:
 class Load(Checked):
     """Batch size, context length and maximum draft length of a prediction. Raises ConfigError for impossible values."""
 
-    batch: Count = 1
+    batch: Streams = 1
     """Sequences that decode together."""
-    context: Count = 4096
+    context: Context = 4096
     """Tokens in each sequence's cache."""
     max_draft: DraftLength = 16
     """Longest draft considered."""

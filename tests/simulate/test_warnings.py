@@ -78,8 +78,21 @@ def test_a_table_with_an_integer_beyond_all_floats_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    "words",
+    [["simulate", "--batch"], ["advise", "--streams"], ["compare", "--simulate", "--batch"],
+     ["simulate-serving", "--concurrency"], ["simulate-serving", "--max-rows"]],
+)  # fmt: skip
+def test_more_streams_than_a_server_runs_are_refused(words: list[str]) -> None:
+    """`advise` recommended millions of GPUs."""
+    for number in (65_537, 10**9):
+        result = CliRunner().invoke(app, [*words, str(number), "--model", "Qwen3-8B", "--hardware", "H100"])
+        assert f"{words[-1]} must be at most 65536, not {number}" in str(result.exception)
+
+
+@pytest.mark.parametrize(
     ("text", "remedy"),
     [
+        ('{"num_hidden_layers": 4097, "hidden_size": 64}', "num_hidden_layers is 4097, which is no size"),
         ('{"num_hidden_layers": 10000000, "hidden_size": 64}', "num_hidden_layers is 10000000, which is no size"),
         ('{"num_hidden_layers": 4, "hidden_size": 1' + 400 * "0" + "}", "hidden_size is 1000"),
         (100_000 * '{"a":' + "1" + 100_000 * "}", "is not JSON"),
