@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from paceline import LLM
 from paceline.data.messages import MessageError, normalised
 from paceline.data.prompts import read_messages, read_tools
+from paceline.errors import PromptError
 from paceline.loop.evals.answerers import EvalSampling, LLMAnswerer
 from paceline.loop.evals.suite import Case
 from paceline.loop.record.exchange import Exchange
@@ -290,3 +291,9 @@ def test_a_last_message_is_continued() -> None:
         chat_text(tokenizer, [called({})], continue_final_message=True)
     with pytest.raises(MessageError, match="continue_final_message"):
         chat_text(tokenizer, [], continue_final_message=True)
+
+
+@pytest.mark.parametrize("wrong", [5, "a", [("a", 1)], {1: 2}])
+def test_other_variables_than_values_by_name_are_refused(wrong: Any) -> None:
+    with pytest.raises(PromptError, match="variables must be values of the chat template by name"):
+        chat_ids(TOKENIZERS["knows tools"], [{"role": "user", "content": "hi"}], variables=wrong)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from paceline.data.messages import MessageError, normalised, normalised_tools
-from paceline.errors import PromptError
+from paceline.errors import PromptError, shown
 from paceline.model.text.tools import with_tools
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -42,10 +42,13 @@ def chat_text(
     end with the beginning of an assistant message. `continue_final_message`: end with the last message's content, for
     the model to continue.
 
-    Raises PromptError if the template fails. Raises MessageError, a PromptError that names the field, for malformed
-    messages, for a last message that cannot be continued, and if `variables` contains messages, tools or
-    add_generation_prompt.
+    Raises PromptError if the template fails, or `variables` is not a mapping of names to values. Raises MessageError, a
+    PromptError that names the field, for malformed messages, for a last message that cannot be continued, and if
+    `variables` contains messages, tools or add_generation_prompt.
     """
+    if not isinstance(variables, Mapping | None) or not all(isinstance(name, str) for name in variables or ()):
+        example = "as in {'enable_thinking': False}"
+        raise PromptError(f"variables must be values of the chat template by name, {example}, not {shown(variables)}")
     if reserved := RESERVED & (variables or {}).keys():
         name = min(reserved)
         raise MessageError(f"chat_template_kwargs.{name}", "this is a field of the request itself: leave it out here")
