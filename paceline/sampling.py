@@ -18,9 +18,9 @@ GrammarKind = Literal["json_object", "json_schema", "regex"]
 LARGEST = 1e9
 """Largest temperature, bias and penalty: logits with all of them, divided by a low temperature, fit in float32."""
 _PLAIN = frozenset((int, float, bool, str, NoneType))
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _UNICODE = "valid Unicode, without lone surrogates"
-Text = Annotated[str, Must(_UNICODE, lambda text: not _SURROGATE.search(text))]
+Text = Annotated[str, Must(_UNICODE, lambda text: not SURROGATE.search(text))]
 Word = Annotated[Text, Must("no empty string and not only spaces", lambda word: word.strip(" "))]
 Bias = Annotated[
     dict[int, float],
@@ -116,7 +116,7 @@ class SamplingParams:
                 value = value if is_plain else tuple(map(_plain, value))
             object.__setattr__(self, name, value)
         check_all(self, SamplingError)
-        if isinstance(self.prediction, str) and _SURROGATE.search(self.prediction):
+        if isinstance(self.prediction, str) and SURROGATE.search(self.prediction):
             raise SamplingError(f"prediction must be {_UNICODE}, not {shown(self.prediction)}", "prediction")
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"

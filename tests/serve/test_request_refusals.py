@@ -141,6 +141,8 @@ def test_a_seed_that_is_none_is_refused(live: Live, seed: Any) -> None:
         ({"prediction": {"content": "x"}}, "prediction.type", "required"),
         ({"prediction": {"type": "text", "content": "x"}}, "prediction.type", "'content'"),
         ({"prediction": {"type": "content"}}, "prediction.content", "required"),
+        ({"prediction": {"type": "content", "content": None}}, "prediction.content", "not null"),
+        ({"tools": [{"function": {"name": "f"}}] * 2}, "tools", "'f' is the name of several"),
         (
             {"prediction": {"type": "content", "content": [{"type": "image_url"}]}},
             "prediction.content[0]",
@@ -155,6 +157,46 @@ def test_a_refusal_names_the_field_as_the_client_wrote_it(
 ) -> None:
     error = refused(live, **fields)
     assert (error["param"], message in error["message"]) == (param, True), error
+
+
+@pytest.mark.parametrize("prompt", [[[1], "a"], ["a", [1]], [1, "a"], [1, [1]]])
+def test_a_prompt_of_texts_and_ids_is_refused_as_a_whole(live: Live, prompt: list[Any]) -> None:
+    """The error was about the first one, which is valid: "prompt[0]: Input should be a valid string"."""
+    error = refused(live, TEXT, prompt=prompt)
+    assert error["param"] == "prompt" and "only texts, only token ids, or only lists of token ids" in error["message"]
+
+
+HALF, TOOL = "\ud800", {"name": "f", "description": "\ud800"}
+ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": HALF}]}, "messages[1].content"),
+        (CHAT, {"tools": [{"function": {"name": "g"}}, {"function": TOOL}]}, "tools[1]"),
+        ("/tokenize", {"messages": [{"role": "user", "content": HALF}]}, "messages[0].content"),
+        (ANTHROPIC, {"max_tokens": 1, "messages": MESSAGES, "system": HALF}, "system"),
+        (ANTHROPIC, {"max_tokens": 1, "messages": [{"role": "user", "content": HALF}]}, "messages[0].content"),
+        (
+            ANTHROPIC,
+            {"max_tokens": 1, "messages": [{"role": "user", "content": HALF}], "system": "x"},
+            "messages[0].content",
+        ),
+        (RESPONSES, {"input": "x", "instructions": HALF}, "instructions"),
+        (RESPONSES, {"input": HALF, "instructions": "x"}, "input"),
+        (RESPONSES, {"input": HALF}, "input"),
+        (RESPONSES, {"input": [{"role": "user", "content": HALF}], "instructions": "x"}, "input[0].content"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "function"} | TOOL]}, "tools[0]"),
+    ],
+)
+def test_a_lone_surrogate_is_refused_by_the_name_of_its_field(
+    live: Live, path: str, fields: dict[str, Any], field: str
+) -> None:
+    status, body, _ = live.post(path, ({"messages": MESSAGES} if path == CHAT else {}) | fields)
+    error = body["error"]
+    assert (status, error["message"].partition(":")[0]) == (400, field), error
+    assert path == ANTHROPIC or error["param"] == field
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])

@@ -189,6 +189,7 @@ def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
     for place, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{place}]")
     names = NAMES | {f"messages[{place}]": origin for place, (origin, _) in enumerate(messages)}
+    names |= {"messages[0].content": "system"} if body.system else {}
     choice, config = body.tool_choice, body.output_config or OutputConfig.model_validate({})
     same = {"model", "max_tokens", "temperature", "top_p", "top_k"} & body.model_fields_set
     chat = {name: getattr(body, name) for name in same} | STREAM | {"messages": [message for _, message in messages]}

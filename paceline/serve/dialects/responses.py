@@ -194,7 +194,7 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
     """Return the conversation as messages of a chat, and a map from fields of the chat to the client's. Consecutive
     reasoning, text and calls become one message of the assistant, because they were one answer."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    names = NAMES | ({"messages[0]": "instructions"} if messages else {})
+    names = NAMES | (dict.fromkeys(("messages[0]", "messages[0].content"), "instructions") if messages else {})
     is_text, items = isinstance(body.input, str), body.input
     if isinstance(items, str):
         items = [ResponseItem.model_validate({"role": "user", "content": items})]
@@ -215,6 +215,8 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
                 call = len(messages[-1]["tool_calls"]) - 1
                 names[f"messages[{len(messages) - 1}].tool_calls[{call}].function"] = where
         names.setdefault(f"messages[{len(messages) - 1}]", where)
+    if is_text:
+        names[f"messages[{len(messages) - 1}].content"] = "input"
     return messages, names
 
 

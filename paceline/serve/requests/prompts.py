@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import cast
+from typing import Any, cast
 
 from paceline.data.messages import content_text
 from paceline.errors import PacelineError
 from paceline.model.text.chat import chat_text
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.model.text.tools import compact
+from paceline.sampling import SURROGATE
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, TokenizeRequest
@@ -47,6 +48,9 @@ def prediction_ids(request: ChatRequest, model: ModelInfo) -> tuple[int, ...]:
     it is not text, or longer than the context."""
     if request.prediction is None:
         return ()
+    if request.prediction.content is None:
+        message = "prediction.content: must be the expected answer, a text or a list of text parts, not null"
+        raise RequestRefused(message, param="prediction.content")
     try:
         text = content_text(request.prediction.content, "prediction.content")
         check_characters([text], model, "prediction")
@@ -102,7 +106,21 @@ def encode_request(
         clock.mark("tokenizer")
         return token_ids
     except PacelineError as error:
+        if field := _not_unicode(request, tools):
+            message = f"{field}: a lone surrogate is not valid Unicode: re-encode the text as UTF-8"
+            raise RequestRefused(message, param=field) from error
         raise RequestRefused.of(error, param="messages") from error
+
+
+def _not_unicode(request: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]]) -> str | None:
+    """Return the first field of the prompt that has a lone surrogate, or None."""
+    fields: list[tuple[str, Any]] = []
+    for place, message in enumerate(request.messages or []):
+        sent = message.as_sent()
+        fields += [(f"messages[{place}].content", sent.pop("content", None)), (f"messages[{place}]", sent)]
+    fields += [(f"tools[{place}]", tool) for place, tool in enumerate(tools)]
+    fields += [(name, getattr(request, name)) for name in ("chat_template_kwargs", *TEMPLATE_FIELDS)]
+    return next((field for field, value in fields if SURROGATE.search(compact(value, RequestRefused))), None)
 
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from paceline.serve.requests import fields
 from paceline.serve.requests.fields import Refused, is_left_out
@@ -279,6 +280,14 @@ class CompletionRequest(Sampling):
     )
     suffix: str | None = Field(None, description="Not supported.")
     best_of: Int | None = Field(None, description="Must equal n: answers are not ranked.")
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _of_one_kind(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and len({type(each) for each in prompt} & {str, int, list}) > 1:
+            message = "a list must have only texts, only token ids, or only lists of token ids"
+            raise PydanticCustomError("mixed_prompts", message)
+        return prompt
 
 
 class TokenizeRequest(Closed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,13 @@ from paceline.serve.requests.protocol import ChatRequest, ChosenTool, Message, T
 
 
 def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
-    """Return the tools that the answer may call; none if tool_choice is "none". Raises RequestRefused if tool_choice
-    names an unknown tool, or is "required" without tools."""
+    """Return the tools that the answer may call; none if tool_choice is "none". Raises RequestRefused if two tools have
+    one name, or if tool_choice names an unknown tool, or is "required" without tools."""
     tools, choice = request.tools or [], request.tool_choice
-    if isinstance(choice, ChosenTool) and choice.function.name not in {tool.function.name for tool in tools}:
+    count_by_name = Counter(tool.function.name for tool in tools)
+    if twice := next((name for name, count in count_by_name.items() if count > 1), None):
+        raise RequestRefused(f"tools: {twice!r:.80} is the name of several: rename all but one", param="tools")
+    if isinstance(choice, ChosenTool) and choice.function.name not in count_by_name:
         raise RequestRefused(
             f"tool_choice names {choice.function.name!r}, which is not among the tools", param="tool_choice"
         )
