@@ -16,14 +16,12 @@ import functools
 import json
 import math
 import os
-import platform
 import re
 import secrets
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,8 @@ from typing import Any
 from paceline.errors import CacheError, ConfigError, reraised
 from paceline.hardware import processor
 from paceline.runs.masking import masked_command
+from paceline.runs.provenance import commit, versions
 
-PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
-"""Packages whose versions are recorded with results: they affect speed or output."""
 REMEDY = "choose another folder with --out"
 RESUME = "free space and run the same command again"
 """Advice on a full disk for a command that resumes its run."""
@@ -169,6 +166,9 @@ def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
     """Check, before any work, that the file or folder `out` can be written, without creating it. Returns the topmost
     parent folder that would have to be created; None if all exist. Raises CacheError if `out` cannot be written;
     `remedy`: advice at the end of the message."""
+    home = out.parts[0] if out.parts else ""
+    if home.startswith("~") and (home == "~" or len(out.parts) > 1) and not Path(home).exists():
+        raise CacheError(f"cannot write {out}: there is no home folder {home} here: write the path in full")
     parents = [*reversed(out.absolute().parents)]
     nearest = next(path for path in (out.absolute(), *reversed(parents)) if path.exists())
     if nearest != out.absolute() and not nearest.is_dir():
@@ -265,8 +265,7 @@ def whole_folder(folder: Path, remedy: str = REMEDY) -> Iterator[Path]:
         folder = folder.resolve()
         scratch, before = (folder.with_name(f".{folder.name}.{end}") for end in ("part", "before"))
         shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
-        if before.is_dir() and not folder.exists():  # a process was killed while it replaced this folder
-            before.rename(folder)
+        _recover(folder, before)
         try:
             scratch.mkdir(parents=True)
             yield scratch
@@ -275,6 +274,15 @@ def whole_folder(folder: Path, remedy: str = REMEDY) -> Iterator[Path]:
             sync(folder.parent)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _recover(folder: Path, before: Path) -> None:
+    """Give an old folder, which a killed process had moved to `before`, its name back; delete it if the new one is
+    there."""
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+    elif before.is_dir():
+        before.rename(folder)
 
 
 def _replace_folder(folder: Path, new: Path, before: Path) -> None:
@@ -357,36 +365,6 @@ def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> d
         "commit": commit(),
     }
     return plain({**provenance, **figures})
-
-
-@functools.cache
-def versions() -> Mapping[str, str]:
-    """Return name -> version of Python and of installed packages that affect speed or output (PACKAGES)."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    installed = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            installed[package] = version(package)
-    return installed
-
-
-def commit() -> str | None:
-    """Returns the commit of paceline's git checkout, "+" added if there are uncommitted changes; None outside a
-    checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        head = _git(root, "rev-parse", "--short=12", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()
 
 
 def _unused(path: Path) -> Path:

@@ -199,6 +199,17 @@ def test_an_old_folder_stays_if_it_cannot_be_replaced(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["one"] and (folder / "file").read_text() == "third"
 
 
+def test_the_home_of_an_unknown_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run was written into a folder with the name ~nobody_here."""
+    monkeypatch.chdir(tmp_path)
+    for out in ("~nobody_here/x", "~/x", "~"):
+        with pytest.raises(CacheError, match=f"cannot write {out}: there is no home folder ~.* here: write the path"):
+            check_own(out, "train")
+    (tmp_path / "~nobody_here").mkdir()
+    for out in ("~nobody_here/x", "~copy.json"):
+        check_place(Path(out))
+
+
 def test_a_folder_is_written_through_a_link_and_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link to another disk could not be replaced, and `--out .` ended in a traceback."""
     for name in ("real", "run", "empty"):
