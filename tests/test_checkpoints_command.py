@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_drafter import write_drafter
 from typer.testing import CliRunner
 
@@ -164,6 +166,17 @@ def test_an_eagle3_drafter_in_either_style(eagle3: Path, target: Path, tmp_path:
     ):
         with pytest.raises(PacelineError, match=message):
             run("export", str(eagle3), *words)
+
+
+def test_an_eagle3_drafter_of_other_shapes_is_not_exported(eagle3: Path, tmp_path: Path) -> None:
+    """It was written as it is, and failed in vLLM."""
+    shutil.copytree(eagle3, broken := tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    save_file({**tensors, "fc.weight": tensors["fc.weight"][:, 1:].contiguous()}, broken / "model.safetensors")
+    for form in ("specforge", "speculators"):
+        with pytest.raises(ModelFileError, match=r"'fc.weight' has shape \(32, 63\), the config asks for \(32, 64\)"):
+            run("export", str(broken), "--format", form, "--out", str(tmp_path / form))
+        assert not (tmp_path / form).exists()
 
 
 @pytest.mark.slow

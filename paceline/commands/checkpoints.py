@@ -100,7 +100,8 @@ def export(
 
 def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
     """Write an EAGLE-3 drafter in the format speculators or specforge."""
-    from paceline.draft.eagle3.checkpoint import read_eagle3, write_eagle3
+    from paceline.draft.eagle3.checkpoint import write_eagle3
+    from paceline.draft.eagle3.drafter import Eagle3Drafter
     from paceline.runs.folder import check_new
 
     if form not in ("speculators", "specforge"):
@@ -109,7 +110,7 @@ def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, 
             "SpecForge)"
         )
     check_new(out)
-    checkpoint = read_eagle3(folder)
+    checkpoint = Eagle3Drafter.from_folder(folder).stored  # raises for tensors that do not fit the config
     style = "speculators" if "transformer_layer_config" in checkpoint.config.raw else "specforge"
     write_eagle3(out, checkpoint, _target(model, needs_head=False)[1] if form == "speculators" else None)
     say(f"{folder} ({style}) is in {out}, in {form} format")

@@ -173,6 +173,16 @@ def test_a_tensor_of_another_size_is_named(tmp_path: Path) -> None:
         Eagle3Drafter.from_folder(write(tmp_path / "drafter", raw_reduced(), tensors))
 
 
+def test_a_config_without_architectures_is_read_and_written_with_them(tmp_path: Path) -> None:
+    """It was taken for a language model that drafts, whose config names no architecture."""
+    raw = {name: value for name, value in raw_reduced().items() if name != "architectures"}
+    folder = write(tmp_path / "drafter", raw, tensors_of(raw_reduced()))
+    drafter = make_drafter(str(folder), tiny_target())
+    assert isinstance(drafter, Eagle3Drafter)
+    drafter.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
 def test_what_is_not_understood_is_said_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = {**raw_reduced(), "looks_both_ways": True, "bos_token_id": 1}
     folder = write(tmp_path / "drafter", raw, {**tensors_of(raw), "verifier_norm.weight": torch.ones(HIDDEN)})
@@ -223,6 +233,9 @@ def test_which_configs_are_eagle3() -> None:
     """The original repository's say LlamaForCausalLM with a draft vocabulary."""
     assert is_eagle3({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000})
     assert is_eagle3({"architectures": ["Eagle3LlamaForCausalLM"]}) and is_eagle3({"speculators_model_type": "eagle3"})
+    keys = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+    assert all(is_eagle3({"model_type": "llama", key: {}}) for key in keys), "without architectures, by its keys"
+    assert not is_eagle3({"dflash_config": {}, "draft_vocab_size": 9}) and not is_eagle3({"model_type": "llama"})
     assert not is_eagle3({"architectures": ["LlamaForCausalLM"]}) and not is_eagle3(
         {"speculators_model_type": "peagle"}
     )

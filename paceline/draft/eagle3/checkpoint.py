@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft.dflash.checkpoint import write_checkpoint
-from paceline.draft.dflash.config import head_sizes, mlp_size, refuse_mismatch
+from paceline.draft.dflash.config import head_sizes, is_dflash, mlp_size, refuse_mismatch
 from paceline.draft.formats.speculators import VERSION, proposal_config
 from paceline.draft.vocabulary import as_tensors
 from paceline.errors import ModelFileError, UnsupportedModelError
@@ -114,10 +114,15 @@ class Eagle3Checkpoint:
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
-    """True if `raw` is the config.json of an EAGLE-3 drafter, in SpecForge's format or in that of `speculators`."""
-    kind, names = raw.get("speculators_model_type"), str(raw.get("architectures"))
+    """True if `raw` is the config.json of an EAGLE-3 drafter, in SpecForge's format or in that of `speculators`. If it
+    names no architecture, its keys decide: those that only EAGLE-3 has."""
+    kind, names = raw.get("speculators_model_type"), str(raw.get("architectures") or "")
     if kind is not None:
         return kind == "eagle3"
+    if not names:
+        return not is_dflash(raw) and any(
+            raw.get(key) is not None for key in ("draft_vocab_size", "eagle_config", LAYER_IDS)
+        )
     return "eagle3" in names.lower() or ("LlamaForCausalLM" in names and "draft_vocab_size" in raw)
 
 
@@ -248,7 +253,7 @@ def specforge_json(config: Eagle3Config) -> dict[str, Any]:
     """Returns the config.json of this drafter in SpecForge's format."""
     raw = config.raw
     if "transformer_layer_config" not in raw:
-        return raw
+        return raw if raw.get("architectures") else {**raw, "architectures": [ARCHITECTURE]}
     left_out = ("transformer_layer_config", "architectures", "speculators_model_type", "speculators_config")
     rest = {key: value for key, value in raw.items() if key not in left_out and value is not None}
     taps = {"use_aux_hidden_state": True, LAYER_IDS: list(config.tap_layers)} if config.tap_layers else {}

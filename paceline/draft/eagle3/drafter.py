@@ -173,7 +173,8 @@ class Eagle3Drafter(ChainedDrafter):
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
         """Reads an EAGLE-3 drafter from its folder. `num_drafted`: maximum drafts per round; None: 5. Raises the errors
-        of `read_eagle3` and `Eagle3Network.of`, ConfigError if `num_drafted` is negative."""
+        of `read_eagle3` and `Eagle3Network.of`, ConfigError if `num_drafted` is not between 0 and
+        1024."""
         stored = read_eagle3(folder)
         network = Eagle3Network.of(stored.config, stored.tensors, folder)
         return cls(network, ids=stored.ids, num_drafted=num_drafted, others=stored.others)
@@ -186,9 +187,14 @@ class Eagle3Drafter(ChainedDrafter):
         network = Eagle3Network.random(Eagle3Config.from_json(raw), seed, target.device, target.dtype)
         return cls(network, num_drafted=num_drafted)
 
+    @property
+    def stored(self) -> Eagle3Checkpoint:
+        """The contents of the drafter's folder, for `write_eagle3`."""
+        return Eagle3Checkpoint(self.config, self.network.state_dict(), self.ids, self._others)
+
     def save(self, folder: Path | str) -> None:
         """Writes the drafter into a folder, always in SpecForge's format. Raises CacheError if writing fails."""
-        write_eagle3(folder, Eagle3Checkpoint(self.config, self.network.state_dict(), self.ids, self._others))
+        write_eagle3(folder, self.stored)
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:

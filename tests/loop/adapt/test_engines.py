@@ -196,6 +196,9 @@ class TestGiven:
         given = given_to(Start("sglang", str(target), str(tmp_path / "eagle")), tmp_path / "a")
         assert given == Given(tmp_path / "eagle", "eagle3", 5)
         raw = read_json(tmp_path / "eagle" / "config.json")
+        (tmp_path / "eagle" / "config.json").write_text(json.dumps(raw | {"architectures": None}))
+        given = given_to(Start("vllm", str(target), str(tmp_path / "eagle")), tmp_path / "c")
+        assert given.folder == tmp_path / "c" / "drafter" and read_json(given.folder / "config.json") == raw
         raw["vocab_size"] += 1
         (tmp_path / "eagle" / "config.json").write_text(json.dumps(raw))
         with pytest.raises(Exception, match="vocab|tokens"):

@@ -31,7 +31,8 @@ from typing import Any
 from paceline.config import EngineConfig, resolve
 from paceline.draft.dflash.checkpoint import PACKED, StoredDrafter, read_stored, weights_file
 from paceline.draft.dflash.config import check_fit, is_dflash
-from paceline.draft.eagle3.checkpoint import check_eagle3_fit, default_taps, is_eagle3, read_eagle3, write_eagle3
+from paceline.draft.eagle3.checkpoint import check_eagle3_fit, default_taps, is_eagle3, write_eagle3
+from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.draft.formats.export import HeadRows, export, rows_of
 from paceline.draft.formats.gguf_reader import is_gguf_drafter
 from paceline.draft.mtp.checkpoint import is_mtp, read_mtp
@@ -236,14 +237,15 @@ def _verifier(start: Start) -> dict[str, Any]:
 
 
 def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Given:
-    stored = read_eagle3(folder)
+    stored = Eagle3Drafter.from_folder(folder).stored
     taps = stored.config.tap_layers or default_taps(sizes.num_layers)
     check_eagle3_fit(stored.config, sizes, taps, "embed_tokens.weight" in stored.tensors)
     num_drafted = EAGLE3_DRAFTS if start.num_drafted is None else start.num_drafted
     refuse(ConfigError, (num_drafted < 1, f"num_drafted must be at least 1, not {num_drafted}"))
-    if start.engine == "sglang" and "transformer_layer_config" in stored.config.raw:
+    raw = stored.config.raw
+    if (start.engine == "sglang" and "transformer_layer_config" in raw) or not raw.get("architectures"):
         write_eagle3(scratch / "drafter", stored)
-        notes = ["written anew in SpecForge's style, which SGLang reads"]
+        notes = [f"written anew in SpecForge's style, which {start.engine} reads"]
         return Given(scratch / "drafter", "eagle3", num_drafted, notes)
     return Given(folder, "eagle3", num_drafted)
 
