@@ -166,8 +166,8 @@ def _limits_of(owner: type) -> dict[str, tuple[list[Must], bool]]:
 
 
 def _numbers_of(hint: Any) -> set[type]:
-    """Returns int or float if a type annotation has such values. A tuple of plain numbers has none: it may be long, as
-    token ids are."""
+    """Returns int or float if a type annotation has such values. Tuples of plain numbers are left out: they may be
+    long, as token ids are."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated or (origin is tuple and get_origin(parts[0]) is Annotated):
         return _numbers_of(parts[0])

@@ -18,6 +18,7 @@ from hf_targets import (
     reference,
     speculate,
 )
+from safetensors.torch import save_file
 
 from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from paceline.model.hf.target import HFTarget
@@ -250,6 +251,9 @@ def test_from_path_says_what_is_wrong(tmp_path):
     build("llama").config.save_pretrained(tmp_path)
     with pytest.raises(ModelFileError):
         HFTarget.from_path(tmp_path, **options)
+    save_file({"d2t": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFileError, match=r"lacks weights of the model \(.*, \d+ in all\): is config"):
+        HFTarget.from_path(tmp_path, **options)  # Transformers gave them random values
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 40)
     with pytest.raises(ModelFileError):
         HFTarget.from_path(tmp_path, **options)

@@ -98,6 +98,7 @@ class HFTarget(Target):
         if not (Path(path) / "config.json").is_file():
             raise ModelNotFoundError(f"no config.json in {path}: give a folder of a downloaded Hugging Face model")
         model: Any
+        lacking: list[str] = []
         try:
             if weights == "random":
                 config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
@@ -105,9 +106,16 @@ class HFTarget(Target):
                     torch.manual_seed(0)
                     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
             else:
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    path, dtype=dtype, trust_remote_code=False, use_safetensors=True, local_files_only=True
+                loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                    path,
+                    dtype=dtype,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
                 )
+                model, report = loaded
+                lacking = sorted(report["missing_keys"])
         except SafetensorError as error:
             raise ModelFileError(f"damaged safetensors in {path}: {_first_line(error)}; download it again") from error
         except BROKEN_CONFIG as error:
@@ -118,6 +126,9 @@ class HFTarget(Target):
             raise ModelFileError(
                 f"cannot load the weights in {path}: {_first_line(error)}; download it again"
             ) from error
+        if lacking:  # Transformers gives them random values
+            names = f"{lacking[0]}, {len(lacking)} in all"
+            raise ModelFileError(f"{path} lacks weights of the model ({names}): is config.json the right one?")
         return cls(model.to(device), num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
