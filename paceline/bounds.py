@@ -67,6 +67,7 @@ _NUMBERS = {
 
 Count = Annotated[int, at_least(1)]
 Whole = Annotated[int, at_least(0)]
+Depth = Annotated[Count, at_most(MAX_LAYERS)]
 Streams = Annotated[Count, at_most(MAX_STREAMS)]
 Context = Annotated[Count, at_most(MAX_CONTEXT)]
 Amount = Annotated[float, at_least(0)]

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.bounds import Checked, Count, Must, Positive, Share, Whole, at_least, check, refuse_unused, within
+from paceline.bounds import Checked, Count, Depth, Must, Positive, Share, Whole, at_least, check, refuse_unused, within
 from paceline.config import EngineConfig
 from paceline.data.prompts import Message, read_messages, read_tools
 from paceline.errors import ConfigError, PromptError, refuse, reraised
@@ -284,7 +284,7 @@ class DrafterShape(Checked):
     """Architecture of a drafter. A new drafter has the target's sizes where none are given. For the drafter of --init,
     only block size and sliding window can be changed."""
 
-    num_layers: Count = 3
+    num_layers: Depth = 3
     """Number of draft layers."""
     intermediate_size: Count | None = None
     """Width of the draft layers' MLPs [default: the target's]. Copied layers retain the neurons of largest norm."""
@@ -315,7 +315,7 @@ class DrafterShape(Checked):
     kind: Annotated[str, ("dflash", "dflash2", "dspark", "eagle3", "mtp")] = "dflash"
     """Drafting method. dflash2 adds convolutions and a selector to a new drafter or to that of --init, dspark a Markov
     head and a confidence head; eagle3 is EAGLE-3; mtp trains the target's own multi-token-prediction layer."""
-    ttt_steps: Count = 3
+    ttt_steps: Annotated[int, within("between 1 and 1023", least=1, most=1023)] = 3
     """Drafts per block that an eagle3 or mtp drafter learns, one after another; its blocks are these and the anchor."""
     eagle_version: Annotated[str, ("3.1", "3")] = "3.1"
     """Version of a new eagle3 drafter: 3.1 also norms each layer's features and the state passed to the next step."""

@@ -51,6 +51,8 @@ from paceline.train.tiny import write_tiny_target
         (("--max-steps", "0"), ConfigError, "max-steps must be at least 1, not 0"),
         (("--max-minutes", "0"), ConfigError, "max-minutes must be above 0, not 0"),
         (("--seed", "-1"), ConfigError, "seed must be 0 or more, not -1"),
+        (("--layers", "4097"), ConfigError, "layers must be at most 4096, not 4097"),
+        (("--ttt-steps", "1024"), ConfigError, "ttt-steps must be between 1 and 1023, not 1024"),
         (("--taps", "0"), ConfigError, "taps must be at least 1, not 0"),
         (("--tap-layers", "1,-1"), ConfigError, "tap-layers must be 0 or more, not -1"),
         (("--sliding-window", "0"), ConfigError, "sliding-window must be at least 1, not 0"),
