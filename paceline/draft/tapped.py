@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from paceline.draft.base import Drafter, Observed
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.kv_cache import KVCache
 from paceline.model.native.decoder import padded
+from paceline.model.sampling.device_race import Draws
 from paceline.model.sharing import copied, once
 from paceline.model.target import Target
 from paceline.types import Sequence
@@ -31,6 +32,41 @@ PENDING_PIECE = 32
 """Minimum positions that are computed together when a row exceeds MOST_PENDING; other rows wait for this pass."""
 MOST_UNSORTED = 16
 """Number of target passes whose features are collected before they are sorted by row."""
+
+
+class Verified(NamedTuple):
+    """Positions that a decode round on the device verified: J = K + 1 in each of the cache rows 0..B-1."""
+
+    length_B: Tensor
+    """Number of cached tokens of each row before the round."""
+    counts_B: Tensor
+    """Number of verified positions of each row; 0 for an idle row."""
+    tokens_BJ: Tensor
+    """The last committed token of each row, then its K drafts."""
+    accepted_B: Tensor
+    """Number of accepted drafts."""
+    bonus_B: Tensor
+    """Token after the accepted drafts; negative if the device could not compute it."""
+    taps_TF: Tensor
+    """The target's hidden states at all T = B * J positions, F = tapped layers * hidden size."""
+
+
+class StaticDrafting(Protocol):
+    """A drafter's part of a decode round that is captured as one CUDA graph (`engine/device_round.py`): tensor
+    operations of fixed shape on the cache rows 0..B-1, without copies between host and device."""
+
+    def draft(
+        self, anchor_B: Tensor, length_B: Tensor, is_live_B: Tensor, draws: Draws | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns K drafts of each row, -1 where logits are not finite, and their log-probabilities in float64: [B, K]
+        each. `anchor_B`: last committed tokens. `length_B`: numbers of cached tokens. `is_live_B`: False for idle rows.
+        `draws`: the requests' sampling parameters; None if all rows are greedy."""
+        ...
+
+    def write_behind(self, verified: Verified) -> None:
+        """Write the drafter's state of the verified positions behind the rows' contexts. Entries after the accepted
+        drafts are never read."""
+        ...
 
 
 class TappedDrafter(Drafter):
@@ -49,6 +85,17 @@ class TappedDrafter(Drafter):
     _path: Any
     """The decode path for the bound target."""
     _bound: tuple[Target, KVCache] | None = None
+
+    @property
+    def recorded_rounds(self) -> dict[Any, Any] | None:
+        """Rounds captured as CUDA graphs that contain this drafter as it is bound now, managed by
+        `engine/device_round.py`; None if it cannot be part of such a round."""
+        return None
+
+    def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
+        """Creates the drafter's part of a round captured as one CUDA graph, for `num_rows` cache rows of `count` = K +
+        1 verified positions. Call it only if `recorded_rounds` is not None."""
+        raise NotImplementedError(f"{type(self).__name__} is not part of rounds on the device")
 
     def _bind_path(self, target: Target, make_path: Callable[[], Any]) -> None:
         """Make the decode path for a target. If the drafter is bound to its current cache, only reset all rows."""

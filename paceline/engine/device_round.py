@@ -1,15 +1,17 @@
 """Whole rounds on the device: draft, verify, accept, commit and inject (write the features of the new positions into
 the drafter's cache), captured as one CUDA graph. The host waits for the device once per round.
 
+The drafter's part is its `StaticDrafting`: one block of DFlash (`draft/dflash/static.py`).
+
 Lengths, anchors (last committed tokens) and settings of all rows are stored on the device. A round drafts a block,
 verifies it, counts the accepted drafts, updates each row's length and anchor, and injects the features of all verified
 positions. The entries after the accepted drafts are not used, as in the target's cache. The host then reads one small
 tensor. A round without drafts is plain decoding.
 
 A round qualifies if all its rows do: greedy, or sampled by temperature, min-p, top-k and top-p, with drafts of one
-DFlash drafter or none. Otherwise the whole batch takes `round.decode_round`. If sampling a row needs the whole
-distribution, the host samples it from the same pass. Drafts are not cut by confidence: the planner's number of drafts
-is verified.
+DFlash drafter or none. Otherwise the whole batch takes `round.decode_round`. If sampling a row needs the
+whole distribution, the host samples it from the same pass. Drafts are not cut by confidence: the planner's number of
+drafts is verified.
 """
 
 from __future__ import annotations
@@ -22,20 +24,17 @@ import torch
 from torch import Tensor
 
 from paceline.draft.base import Observed
-from paceline.draft.dflash.drafter import DFlashDrafter
-from paceline.draft.dflash.paths import TorchPath
-from paceline.draft.dflash.reading import scale_logits
-from paceline.draft.dflash.static import StaticBlock, write_behind
 from paceline.draft.pool import Pool
-from paceline.engine.device_rows import DeviceRows, Marks
+from paceline.draft.tapped import TappedDrafter, Verified
+from paceline.engine.device_rows import DeviceRows, Marks, RowState
 from paceline.engine.round import RuleJudge, commit, failure_reason, is_shaped
 from paceline.errors import ConfigError, NumericsError
 from paceline.lossy import LOSSY
-from paceline.model.sampling.device_race import FAILED, WHOLE, foreseen, race
+from paceline.model.sampling.device_race import FAILED, WHOLE, race
 from paceline.model.sampling.race import race as race_on_host
 from paceline.model.target import Target
 from paceline.model.torch.cuda_graphs import Grid, Recordings, Region, row_sizes
-from paceline.model.torch.recorded_pass import GraphDecoder, StaticWriter, can_record, pass_grid
+from paceline.model.torch.recorded_pass import GraphDecoder, can_record, pass_grid
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
 from paceline.verify.rules import Uniforms
 
@@ -53,11 +52,7 @@ class Form(NamedTuple):
     """True if some rows are sampled, by an exponential race; the other rows take the most probable tokens."""
     is_mocked: bool
     """True if a table prescribes the number of accepted drafts (`verify.rules.mocked`)."""
-    drafter: DFlashDrafter | None = None
-
-    @property
-    def path(self) -> TorchPath | None:
-        return self.drafter.round_path if self.drafter else None
+    drafter: TappedDrafter | None = None
 
 
 class Outcome(NamedTuple):
@@ -82,12 +77,8 @@ class StaticRound(Region):
         """`count`: J = K + 1, the verified positions of a row. `num_rows`: B."""
         device = decoder.device
         self._rows, self._form, self._num_rows, self._num_drafted = rows, form, num_rows, count - 1
-        self.target_pass = decoder.static_pass(num_rows, count)
-        path = form.path
-        self._block = StaticBlock(path, num_rows, []) if path else None
-        self._writer = StaticWriter(num_rows, count, path.cache.max_len, device) if path else None
-        ids = form.drafter.draft_ids if form.drafter else None
-        self._draft_ids = None if ids is None else ids.to(device)
+        self.target_pass, self.count = decoder.static_pass(num_rows, count), count
+        self._drafting = form.drafter.static_drafting(num_rows, count) if form.drafter else None
         self._slot_J = torch.arange(count, device=device)
         self._out = torch.zeros(num_rows, 3 + 2 * self._num_drafted, dtype=torch.float64, device=device)
         is_cuda = device.type == "cuda"
@@ -111,7 +102,7 @@ class StaticRound(Region):
         target and drafter, and copy the results to host memory."""
         state, slot_K = self._rows.first(self._num_rows), self._slot_J[1:] - 1
         self.marks.set(0)
-        tokens_BJ, confidence_BK, width_B = self._draft(state.is_live_B)
+        tokens_BJ, confidence_BK, width_B = self._draft(state)
         self.marks.set(1)
         counts_B = (width_B + 1) * state.is_live_B
         self.target_pass.compute_of(tokens_BJ, state.length_B, counts_B)
@@ -122,37 +113,23 @@ class StaticRound(Region):
         if self._form.is_mocked:
             accepted_B = torch.minimum(width_B, self._rows.survivors(state.length_B))
         bonus_B = best_BJ.gather(1, accepted_B[:, None])[:, 0]
-        if self._writer is not None and self._form.path is not None and self.target_pass.taps_TF is not None:
-            write_behind(self._form.path, self._writer, state.length_B, counts_B, self.target_pass.taps_TF)
+        if self._drafting is not None and self.target_pass.taps_TF is not None:
+            taps_TF = self.target_pass.taps_TF
+            self._drafting.write_behind(Verified(state.length_B, counts_B, tokens_BJ, accepted_B, bonus_B, taps_TF))
         state.move(accepted_B, bonus_B)
         heads = torch.stack([accepted_B, bonus_B, width_B], 1).double()
         self._out.copy_(torch.cat([heads, tokens_BJ[:, 1:].double(), confidence_BK], 1))
         self.read_out.copy_(self._out, non_blocking=True)
         self.marks.set(2)
 
-    def _draft(self, is_live_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _draft(self, state: RowState) -> tuple[Tensor, Tensor, Tensor]:
         """Returns anchors and drafts [B, J], their confidence [B, K], and the number of verified drafts of each row
         [B]."""
-        state, num_drafted = self._rows.first(self._num_rows), self._num_drafted
-        width_B = state.width_B.clamp(max=num_drafted)
-        anchors_B1 = state.anchor_B[:, None]
-        if self._block is None or self._form.drafter is None:
+        width_B, anchors_B1 = state.width_B.clamp(max=self._num_drafted), state.anchor_B[:, None]
+        if self._drafting is None:
             return anchors_B1, torch.zeros(self._num_rows, 0, dtype=torch.float64, device=width_B.device), width_B
-        drafter = self._form.drafter
-        best_BK2, logits_BKV = self._block.conclude(state.anchor_B, state.length_B, is_live_B * drafter.block_size)
-        best_BK, confidence_BK = best_BK2[:, :num_drafted].unbind(-1)
-        drafts_BK = best_BK.long()
-        if self._draft_ids is not None:
-            drafts_BK = torch.where(drafts_BK < 0, drafts_BK, self._draft_ids[drafts_BK.clamp(min=0)])
-        if self._form.is_drawn:
-            foresight, config = drafter.config.foresight, drafter.config
-            position_BK = state.length_B[:, None] + self._slot_J[1:]
-            logits_BKV = scale_logits(logits_BKV[:, :num_drafted], config)
-            settings = foresight.scale, foresight.spread, self._draft_ids
-            own_BK, own_confidence_BK = foreseen(logits_BKV, state.draws, position_BK, *settings)
-            is_greedy_B1 = state.draws.is_greedy_B[:, None]
-            drafts_BK = torch.where(is_greedy_B1, drafts_BK, own_BK)
-            confidence_BK = torch.where(is_greedy_B1, confidence_BK, own_confidence_BK)
+        draws = state.draws if self._form.is_drawn else None
+        drafts_BK, confidence_BK = self._drafting.draft(state.anchor_B, state.length_B, state.is_live_B, draws)
         width_B = torch.minimum(width_B, (drafts_BK >= 0).cumprod(1).sum(1))
         return torch.cat([anchors_B1, drafts_BK.clamp(min=0)], 1), confidence_BK, width_B
 
@@ -189,8 +166,9 @@ class StaticRound(Region):
 
 class DeviceRounds:
     """Runs whole decode rounds of one engine on the device, each as one CUDA graph, so that the host waits for the
-    device only once per round. A batch qualifies if it has at most one drafter (DFlash v1), no prompt lookup drafts, no
-    trees, no log-probabilities, and no request with settings such as penalties or a grammar (`round.is_shaped`)."""
+    device only once per round. A batch qualifies if it has at most one drafter (DFlash v1), no prompt lookup
+    drafts, no trees, no log-probabilities, and no request with settings such as penalties or a grammar
+    (`round.is_shaped`)."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
         assert target.recorder is not None
@@ -216,12 +194,14 @@ class DeviceRounds:
     @torch.inference_mode()
     def record(self) -> None:
         """Capture the CUDA graphs before the first request, so that no request waits for it. Captures plain rounds,
-        greedy and sampled; if the pool's only drafter is DFlash v1, also rounds with its drafts. Does nothing where
+        greedy and sampled; if the pool's only drafter qualifies, also rounds with its drafts. Does nothing where
         graphs are captured at their first use instead, as without CUDA."""
         if self._recorder.records_late:
             return
-        paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]
-        drafters = paths if len(self._pool.drafters) == 1 else []
+        every = [
+            each for each in self._pool.drafters if isinstance(each, TappedDrafter) and each.recorded_rounds is not None
+        ]
+        drafters = every if len(self._pool.drafters) == 1 else []
         is_mocked = self._judge.rule.survives is not None
         if is_mocked:
             self._rows.mock(self._judge.rule, [])
@@ -238,10 +218,10 @@ class DeviceRounds:
         return target.rounds["rows"]
 
     def _recordings(self, form: Form) -> Recordings[StaticRound]:
-        """Returns the CUDA graphs of this form and the present tap layers, stored by the drafter's path, or else the
-        target."""
+        """Returns the CUDA graphs of this form and the present tap layers, stored by the drafter or the target."""
         target, rows = self._target, self._rows
-        recordings = form.path.rounds if form.path else target.rounds
+        own = form.drafter.recorded_rounds if form.drafter else None
+        recordings = target.rounds if own is None else own
         key = form.is_drawn, form.is_mocked, target.tap_layers
         if key not in recordings:
 
@@ -290,7 +270,7 @@ class DeviceRounds:
         self.counts[ROUNDS] += 1
         return self._conclude(batch, region, drafter, outcomes, (draft_s, verify_s, whole_s))
 
-    def _qualified(self, batch: Batch) -> tuple[DFlashDrafter | None, str]:
+    def _qualified(self, batch: Batch) -> tuple[TappedDrafter | None, str]:
         """Returns the drafter of all rows that draft, and the reason why the batch does not qualify, or ""."""
         rule, drafters = self._judge.rule, list[Any]()
         if type(self._judge) is not RuleJudge:
@@ -313,13 +293,13 @@ class DeviceRounds:
         drafter, size = drafters[0], 1 + max(limits)
         if any(each is not drafter for each in drafters) or len(self._pool.drafters) > 1:
             return None, "several drafters"
-        if not isinstance(drafter, DFlashDrafter) or drafter.round_path is None:
+        if not isinstance(drafter, TappedDrafter) or drafter.recorded_rounds is None:
             return None, "kind of drafter"
         if not all(map(drafter.can_draft, batch.sequences)):
             return None, "unobserved rows"
         return drafter, "" if size <= self._target.counts[-1] else "width"
 
-    def _seconds(self, region: StaticRound, drafter: DFlashDrafter | None, whole_s: float) -> tuple[float, float]:
+    def _seconds(self, region: StaticRound, drafter: TappedDrafter | None, whole_s: float) -> tuple[float, float]:
         """Returns the device seconds of drafting, and of the rest of the round."""
         if spans := region.marks.seconds():
             return spans[0], spans[1]
@@ -331,7 +311,7 @@ class DeviceRounds:
         self,
         batch: Batch,
         region: StaticRound,
-        drafter: DFlashDrafter | None,
+        drafter: TappedDrafter | None,
         outcomes: list[Outcome],
         seconds: tuple[float, float, float],
     ) -> RoundStats:
@@ -344,12 +324,10 @@ class DeviceRounds:
         num_committed_B = commit(batch, draft, verdict)
         cache.rollback(batch.rows, batch.cached_len_B)
         taps_TF = region.target_pass.taps_TF
-        every = zip(batch.sequences, firsts, num_committed_B, strict=True)
-        observed = [Observed(seq, first, count, taps_TF, seq.row) for seq, first, count in every if count]
-        if drafter:
-            self._pool.advance(drafter, observed)
-        else:
-            self._pool.observe(observed)
+        every = [each for each in zip(batch.sequences, firsts, num_committed_B, strict=True) if each[2]]
+        observed = [Observed(seq, first, count, taps_TF, seq.row * region.count) for seq, first, count in every]
+        drawn_rows = {row for row, outcome in zip(batch.rows, outcomes, strict=True) if outcome.bonus < 0}
+        self._observe(drafter, observed, drawn_rows)
         draft_s, verify_s, whole_s = seconds
         takes_B, width_B = batch.takes_B or [Take(NONE)] * len(batch), [len(outcome.drafts) for outcome in outcomes]
         confidence_B = [outcome.confidence or None for outcome in outcomes]
@@ -366,6 +344,18 @@ class DeviceRounds:
             source_s={drafter.name: draft_s} if drafter else {},
             drafter_B=[LOSSY if seq.params.lossy else seq.drafter for seq in batch.sequences],
         )
+
+    def _observe(self, drafter: TappedDrafter | None, observed: list[Observed], drawn_rows: set[int]) -> None:
+        """Pass the new positions to the drafters. `drafter`: the drafter whose entries the round has written.
+        `drawn_rows`: rows whose bonus token the host sampled. A drafter whose entries depend on the following token
+        lacks this token on the device, and computes the entries of these rows again from the features."""
+        written, features = list[Observed](), list[Observed]()
+        for one in observed:
+            is_known = drafter and not (drafter.looks_ahead and one.sequence.row in drawn_rows)
+            (written if is_known else features).append(one)
+        if drafter:
+            self._pool.advance(drafter, written)
+        self._pool.observe(features)
 
     def _verdict(self, batch: Batch, region: StaticRound, outcomes: list[Outcome]) -> Verdict:
         """Returns the device's verdict, with WHOLE tokens sampled on the host; updates the host's row values."""

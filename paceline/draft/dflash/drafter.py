@@ -25,7 +25,8 @@ from paceline.draft.dflash.checkpoint import write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig, check_fit, new_config
 from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash.reading import Reading, num_finite
-from paceline.draft.tapped import TappedDrafter, cache_shape_of, features_of
+from paceline.draft.dflash.static import BlockDrafting
+from paceline.draft.tapped import StaticDrafting, TappedDrafter, cache_shape_of, features_of
 from paceline.draft.vocabulary import HEAD, Vocabulary
 from paceline.errors import ConfigError, ModelFileError, reraised, shown
 from paceline.model.checkpoint import random_weights
@@ -281,10 +282,13 @@ class DFlashDrafter(TappedDrafter):
         self._path.record()
 
     @property
-    def round_path(self) -> TorchPath | None:
-        """The decode path if it can be part of a round captured as one CUDA graph (`engine/device_round.py`), else
-        None. Only the PyTorch path of DFlash v1 can: its drafts depend only on their own block positions."""
-        return self._path if type(self._path) is TorchPath else None
+    def recorded_rounds(self) -> dict[Any, Any] | None:
+        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only the PyTorch path of DFlash v1 can be
+        part of them: its drafts depend only on their own block positions."""
+        return self._path.rounds if type(self._path) is TorchPath else None
+
+    def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
+        return BlockDrafting(self._path, self.draft_ids, num_rows, count)
 
     def cache_shape(self, target: Target) -> tuple[int, ...]:
         is_native = self.has_native_path and isinstance(target, NativeDecoder)

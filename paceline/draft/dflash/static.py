@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from paceline.draft.dflash.config import DFlashConfig
+from paceline.draft.dflash.reading import scale_logits
+from paceline.draft.tapped import Verified
 from paceline.model.kv_cache import StaticKVCache
+from paceline.model.sampling.device_race import Draws, foreseen
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope
 from paceline.model.torch.cuda_graphs import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.torch.kernels.attend import Sight
@@ -147,6 +150,41 @@ def write_behind(path: DecodePath, writer: StaticWriter, starts_B: Tensor, count
     """
     slots_BJ = writer.point(starts_B, counts_B)
     path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
+
+
+class BlockDrafting:
+    """DFlash's part of a round captured as one CUDA graph (`tapped.StaticDrafting`): it drafts a block and writes
+    keys and values of all verified positions."""
+
+    def __init__(self, path: DecodePath, draft_ids: Tensor | None, num_rows: int, count: int) -> None:
+        """`draft_ids`: the drafter's draft vocabulary. `count`: J = K + 1, the verified positions of a row."""
+        self._path, self._num_drafted = path, count - 1
+        self._block = StaticBlock(path, num_rows, [])
+        self._writer = StaticWriter(num_rows, count, path.cache.max_len, path.device)
+        self._draft_ids = None if draft_ids is None else draft_ids.to(path.device)
+        self._place_K = torch.arange(1, count, device=path.device)
+
+    def draft(
+        self, anchor_B: Tensor, length_B: Tensor, is_live_B: Tensor, draws: Draws | None
+    ) -> tuple[Tensor, Tensor]:
+        config, num_drafted = self._path.config, self._num_drafted
+        best_BK2, logits_BKV = self._block.conclude(anchor_B, length_B, is_live_B * config.block_size)
+        best_BK, confidence_BK = best_BK2[:, :num_drafted].unbind(-1)
+        drafts_BK = best_BK.long()
+        if self._draft_ids is not None:
+            drafts_BK = torch.where(drafts_BK < 0, drafts_BK, self._draft_ids[drafts_BK.clamp(min=0)])
+        if draws is not None:
+            position_BK = length_B[:, None] + self._place_K
+            logits_BKV = scale_logits(logits_BKV[:, :num_drafted], config)
+            settings = config.foresight.scale, config.foresight.spread, self._draft_ids
+            own_BK, own_confidence_BK = foreseen(logits_BKV, draws, position_BK, *settings)
+            is_greedy_B1 = draws.is_greedy_B[:, None]
+            drafts_BK = torch.where(is_greedy_B1, drafts_BK, own_BK)
+            confidence_BK = torch.where(is_greedy_B1, confidence_BK, own_confidence_BK)
+        return drafts_BK, confidence_BK
+
+    def write_behind(self, verified: Verified) -> None:
+        write_behind(self._path, self._writer, verified.length_B, verified.counts_B, verified.taps_TF)
 
 
 class StaticForms:
