@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -148,8 +148,14 @@ class ChainedDrafter(TappedDrafter):
     foresight = Foresight()
     _path: ChainPath
 
+    _states_of: ChainPath | None = None
+    """The decode path for which the drafting states were allocated."""
+
     def _begin(self, target: Target, size: int) -> None:
-        """Allocate drafting states [rows, size]."""
+        """Allocate drafting states [rows, size] for a new decode path."""
+        if self._states_of is self._path:
+            return  # CUDA graphs that contain this path read and write the states at their address
+        self._states_of, self._rounds = self._path, dict[Any, Any]()
         self._states = torch.zeros(target.cache.num_rows, size, dtype=self._path.residual_dtype, device=target.device)
         """Drafting state after each row's last entry."""
 

@@ -46,6 +46,17 @@ def drafter_of(network: Eagle3Network, **options: Any) -> Eagle3Drafter:
     return Eagle3Drafter(network, ids=IDS if network.config.draft_vocab_size == len(IDS) else None, **options)
 
 
+def eagle3_for(target: Any, *, ids: list[int] | None = None, num_drafted: int = 4, **keys: Any) -> Eagle3Drafter:
+    """A drafter for this target, with a draft vocabulary `ids` or all tokens."""
+    size = None if ids is None else len(ids)
+    raw = new_config(
+        target.hidden_size, target.vocab_size, target.num_layers, head_dim=8, intermediate_size=48,
+        draft_vocab_size=size, **keys,
+    )  # fmt: skip
+    own = None if ids is None else torch.tensor(ids)
+    return Eagle3Drafter(loud_network(raw), ids=own, num_drafted=num_drafted)
+
+
 class Formulas:
     """The whole text again for every draft: no cache, no packing, one loop a head."""
 

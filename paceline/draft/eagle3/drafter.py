@@ -37,7 +37,8 @@ from paceline.draft.eagle3.checkpoint import (
 )
 from paceline.draft.eagle3.native import Eagle3NativePath
 from paceline.draft.eagle3.path import Eagle3Path
-from paceline.draft.tapped import cache_shape_of
+from paceline.draft.eagle3.static import StaticChain
+from paceline.draft.tapped import StaticDrafting, cache_shape_of
 from paceline.model.checkpoint import random_weights
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
@@ -211,6 +212,16 @@ class Eagle3Drafter(ChainedDrafter):
 
     def cache_shape(self, target: Target) -> tuple[int, ...]:
         return cache_shape_of(self.config.shape, target, self._slack, is_native=isinstance(target, NativeDecoder))
+
+    @property
+    def recorded_rounds(self) -> dict[Any, Any] | None:
+        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only the path in PyTorch operations can
+        be part of them."""
+        return self._rounds if isinstance(self._path, Eagle3Path) else None
+
+    def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
+        assert isinstance(self._path, Eagle3Path)
+        return StaticChain(self._path, self._states, self.foresight, self._ids, num_rows, count)
 
     def _token(self, place: int) -> int:
         return self._token_of[place]

@@ -17,7 +17,7 @@ from paceline.model.kv_cache import StaticKVCache
 from paceline.model.target import Target
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.torch.decoder import Layer
-from paceline.model.torch.heads import split_heads
+from paceline.model.torch.heads import Tables, split_heads
 from paceline.model.torch.parts import PackedLinear, RMSNorm
 
 
@@ -80,41 +80,60 @@ class Eagle3Path(EagleNorms):
     def extend(
         self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
     ) -> Tensor:
-        features_TD = self._fc(self.normed_features(taps_TF[: len(tokens)])).to(self.residual_dtype)
+        features_TD = self.features(taps_TF[: len(tokens)])
         lasts = [end - 1 for end in accumulate(counts)]
         last_T = torch.tensor(lasts, device=self._device) if len(lasts) < len(tokens) else None
         plans = self._plans(rows, starts, counts, last_T is not None)
         writer = CacheWriter(rows, starts, counts, self._device)
-        state_BD = self._layers_of(plans, writer, positions_of(starts, counts), tokens, features_TD, last_T)
+        tables = self._tables(positions_of(starts, counts))
+        state_BD = self._layers_of(plans, writer, tables, self._tokens(tokens), features_TD, last_T)
         self.cache.append(rows, counts)
         return state_BD
 
     @torch.inference_mode()
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        windows = {layer.window for layer in self._layers}
-        plans = {window: level.plan(self._group, self._dtype, self._device, window) for window in windows}
+        plans = {window: level.plan(self._group, self._dtype, self._device, window) for window in self.windows}
         own = [plans[layer.window] for layer in self._layers]
-        return self._layers_of(own, level.writer(self._device), level.positions, tokens, state_TD, None)
+        writer, tables = level.writer(self._device), self._tables(level.positions)
+        return self._layers_of(own, writer, tables, self._tokens(tokens), state_TD, None)
 
     @torch.inference_mode()
     def logits(self, state_TD: Tensor) -> Tensor:
         return self._head(self.head_input(state_TD))
 
+    @property
+    def windows(self) -> set[int | None]:
+        return {layer.window for layer in self._layers}
+
+    def features(self, taps_TF: Tensor) -> Tensor:
+        return self._fc(self.normed_features(taps_TF)).to(self.residual_dtype)
+
+    def run(
+        self,
+        plans: Mapping[int | None, AttentionPlan],
+        writer: CacheWriter,
+        entries_T: Tensor,
+        tokens_T: Tensor,
+        hidden_TD: Tensor,
+    ) -> Tensor:
+        own = [plans[layer.window] for layer in self._layers]
+        return self._layers_of(own, writer, self._rope.tables_at(entries_T + 1), tokens_T, hidden_TD, None)
+
     def _layers_of(
         self,
         plans: list[AttentionPlan],
         writer: CacheWriter,
-        positions: list[int],
-        tokens: list[int],
+        tables: Tables,
+        tokens_T: Tensor,
         hidden_TD: Tensor,
         last_T: Tensor | None,
     ) -> Tensor:
-        """Run all layers. `last_T`: the entries whose outputs are needed after the last layer; None: all."""
-        tables = self._rope.tables([position + 1 for position in positions])
+        """Run all layers. `tables`: RoPE's cosines and sines of the entries' tokens. `last_T`: the entries whose
+        outputs are needed after the last layer; None: all."""
         for index, layer in enumerate(self._layers):
             if index == 0:
                 normed_TD = self._hidden_norm(hidden_TD)
-                inputs_TX = torch.cat([layer.input_norm(self._embed(tokens)), normed_TD], dim=-1)
+                inputs_TX = torch.cat([layer.input_norm(self._embed(tokens_T)), normed_TD], dim=-1)
                 hidden_TD = normed_TD.to(self.residual_dtype) if self.config.norm_before_residual else hidden_TD
             else:
                 inputs_TX = layer.input_norm(hidden_TD)
@@ -143,8 +162,14 @@ class Eagle3Path(EagleNorms):
             plans.append(plan_by_kind[kind])
         return plans
 
-    def _embed(self, tokens: list[int]) -> Tensor:
-        tokens_T = torch.tensor(tokens, device=self._device)
+    def _tables(self, entries: list[int]) -> Tables:
+        """RoPE's cosines and sines of the entries' tokens."""
+        return self._rope.tables([entry + 1 for entry in entries])
+
+    def _tokens(self, tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, device=self._device)
+
+    def _embed(self, tokens_T: Tensor) -> Tensor:
         return (
             self._target.matrix_embed(tokens_T) if self._embedding is None else F.embedding(tokens_T, self._embedding)
         )
