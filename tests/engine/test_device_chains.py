@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from engine_runs import run
 from tiny_dflash import target_shape, target_weights, tiny_target
 from tiny_eagle3 import VARIANTS, drafter_of, eagle3_for, loud_network, raw_eagle3
+from tiny_mtp import mtp_for
 
 from paceline.engine.device_round import ROUNDS, StaticRound
 from paceline.engine.engine import Engine
@@ -124,6 +126,19 @@ def test_drafts_caches_and_states_are_those_of_ordinary_rounds(
     assert engine.device_rounds and set(engine.device_rounds.counts) == {ROUNDS}
 
 
+@pytest.mark.parametrize(("tells_normed", "params"), [(True, GREEDY), (True, MIXED), (False, GREEDY), (False, MIXED)])
+def test_mtp_layers_draft_as_in_ordinary_rounds(
+    tells_normed: bool, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = target()
+    expected = run(engine_of(own, None, on=False), PROMPTS, params)
+    before, after, engine = both_ways(own, lambda: mtp_for(own, tells_normed), params, monkeypatch)
+    assert_same(before, after)
+    assert max(map(len, after[0].values())) == 4
+    assert [seq.output_ids for seq in run(engine, PROMPTS, params)] == [seq.output_ids for seq in expected]
+    assert engine.device_rounds and set(engine.device_rounds.counts) <= {ROUNDS, "whole distribution"}
+
+
 @pytest.mark.parametrize("params", [GREEDY, MIXED])
 def test_accepted_drafts_leave_the_entries_of_ordinary_rounds(
     params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
@@ -179,12 +194,14 @@ def test_drafts_end_before_logits_that_are_not_finite() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_recorded_rounds_give_the_texts_of_ordinary_ones() -> None:
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_recorded_rounds_give_the_texts_of_ordinary_ones(name: str) -> None:
     shape = target_shape(32, FEW)
     own = GraphDecoder(shape, target_weights(shape), num_rows=3, max_len=256, device="cuda")
+    make = partial(eagle3_for, ids=[2, 3]) if name == "eagle3" else mtp_for
     params = [SamplingParams(max_tokens=30, temperature=0.8 * (row % 2), seed=row) for row in range(3)]
-    before = run(engine_of(own, eagle3_for(own, ids=[2, 3]), on=False), PROMPTS, params)
-    engine = engine_of(own, eagle3_for(own, ids=[2, 3]))
+    before = run(engine_of(own, make(own), on=False), PROMPTS, params)
+    engine = engine_of(own, make(own))
     engine.record()
     after = run(engine, PROMPTS, params)
     assert [seq.output_ids for seq in after] == [seq.output_ids for seq in before]

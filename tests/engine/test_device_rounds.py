@@ -13,6 +13,7 @@ import torch
 from engine_runs import run
 from tiny_dflash import network, target_shape, target_weights, tiny_target
 from tiny_eagle3 import eagle3_for
+from tiny_mtp import mtp_for
 
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.config import new_config
@@ -66,6 +67,7 @@ KINDS: dict[str, Callable[[Any], Drafter] | None] = {
     "causal": lambda own: dflash(own, is_causal=True),
     "few words": lambda own: dflash(own, draft_ids=[0, 2, 3]),
     "eagle3": eagle3_for,
+    "mtp": mtp_for,
     "eagle3, few words": lambda own: eagle3_for(own, ids=[2, 3], version="3"),
 }
 
@@ -339,7 +341,7 @@ def test_where_nothing_is_recorded_device_rounds_cannot_be_had() -> None:
         engine_of(ordinary, None)
 
 
-@pytest.mark.parametrize("drafter", [dflash, eagle3_for])
+@pytest.mark.parametrize("drafter", [dflash, eagle3_for, mtp_for])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_random_steps(seed: int, drafter: Any) -> None:
     """Requests come, go, are aborted and end early; nothing leaks or mixes, and greedy and seeded texts stay."""

@@ -10,6 +10,7 @@ import torch
 from recorded_regions import Addresses, Launches, no_host_tensors
 from tiny_dflash import target_shape, tiny_target
 from tiny_eagle3 import VARIANTS, drafter_of, loud_network, raw_eagle3
+from tiny_mtp import mtp_for
 
 from paceline.engine.device_round import Form, StaticRound
 from paceline.engine.device_rows import DeviceRows
@@ -36,7 +37,10 @@ def on_meta() -> GraphDecoder:
 
 
 def round_of(target: Any, variant: str, is_drawn: bool) -> tuple[StaticRound, DeviceRows, Any]:
-    drafter = drafter_of(loud_network(raw_eagle3(**VARIANTS[variant])), num_drafted=DRAFTS)
+    is_mtp = variant == "mtp"
+    drafter: Any = (
+        mtp_for(target) if is_mtp else drafter_of(loud_network(raw_eagle3(**VARIANTS[variant])), num_drafted=DRAFTS)
+    )
     drafter.bind(target)
     target.set_taps(drafter.tap_layers)
     rows = DeviceRows(3, target.cache.max_len, target.device)
@@ -45,7 +49,7 @@ def round_of(target: Any, variant: str, is_drawn: bool) -> tuple[StaticRound, De
 
 
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("variant", ["3.1", "3", "draft-vocabulary", "one-norm-before-fc"])
+@pytest.mark.parametrize("variant", ["3.1", "3", "draft-vocabulary", "one-norm-before-fc", "mtp"])
 @torch.inference_mode()
 def test_a_round_needs_nothing_of_the_host(variant: str, is_drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     region, _, _ = round_of(on_meta(), variant, is_drawn)
@@ -71,7 +75,7 @@ def test_a_round_needs_nothing_of_the_host(variant: str, is_drawn: bool, monkeyp
 
 
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("variant", ["3.1", "sliding", "own-embedding"])
+@pytest.mark.parametrize("variant", ["3.1", "sliding", "own-embedding", "mtp"])
 @torch.inference_mode()
 def test_a_round_has_fixed_addresses_and_bakes_nothing_in(
     variant: str, is_drawn: bool, monkeypatch: pytest.MonkeyPatch

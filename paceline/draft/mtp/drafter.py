@@ -26,9 +26,10 @@ from torch import Tensor
 from paceline import hub
 from paceline.draft.base import checked_num_drafted
 from paceline.draft.chained import ChainedDrafter
+from paceline.draft.eagle3.static import StaticChain
 from paceline.draft.mtp.checkpoint import MtpLayer, is_mtp, read_mtp, write_mtp
 from paceline.draft.mtp.paths import MtpNativePath, MtpPath
-from paceline.draft.tapped import cache_shape_of
+from paceline.draft.tapped import StaticDrafting, cache_shape_of
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
@@ -87,6 +88,16 @@ class MtpDrafter(ChainedDrafter):
         self.has_own_threads = isinstance(self._path, MtpNativePath)
         self.tap_layers = (target.num_layers - 1,)
         self._begin(target, own.hidden_size)
+
+    @property
+    def recorded_rounds(self) -> dict[Any, Any] | None:
+        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only the path in PyTorch operations can
+        be part of them."""
+        return self._rounds if isinstance(self._path, MtpPath) else None
+
+    def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
+        assert isinstance(self._path, MtpPath)
+        return StaticChain(self._path, self._states, self.foresight, None, num_rows, count)
 
     def _use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         self.layer = replace(self.layer, tensors=dict(tensors))

@@ -20,6 +20,7 @@ from paceline.model.native.packing import pack
 from paceline.model.target import Target
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.torch.decoder import Layer, LayerAttention
+from paceline.model.torch.heads import Tables
 from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm
 
 
@@ -46,10 +47,10 @@ class MtpNorms:
     def next_state(self, hidden_TD: Tensor) -> Tensor:
         return self._final_norm(hidden_TD).to(self.residual_dtype) if self._tells_normed else hidden_TD
 
-    def both(self, tokens: list[int], hidden_TD: Tensor) -> Tensor:
+    def both(self, tokens_T: Tensor, hidden_TD: Tensor) -> Tensor:
         """Returns the input [T, 2 D] of the layer's first matrix (`fc`). It concatenates the normed embeddings of T
-        `tokens` and the normed hidden states `hidden_TD`."""
-        embedded_TD = self._target.embed(torch.tensor(tokens, device=self._device))
+        tokens and the normed hidden states `hidden_TD`."""
+        embedded_TD = self._target.embed(tokens_T)
         return torch.cat([self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD)], dim=-1)
 
 
@@ -76,20 +77,38 @@ class MtpPath(MtpNorms):
     ) -> Tensor:
         plan = AttentionPlan(rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
         writer = CacheWriter(rows, starts, counts, self._device)
-        state_TD = self._layer_of(plan, writer, positions_of(starts, counts), tokens, taps_TF[: len(tokens)])
+        tokens_T, tables = torch.tensor(tokens, device=self._device), self._rope.tables(positions_of(starts, counts))
+        state_TD = self._layer_of(plan, writer, tables, tokens_T, taps_TF[: len(tokens)])
         self.cache.append(rows, counts)
         return state_TD[torch.tensor([end - 1 for end in accumulate(counts)], device=self._device)]
 
     @torch.inference_mode()
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
         plan = level.plan(self._group, self._dtype, self._device, None)
-        return self._layer_of(plan, level.writer(self._device), level.positions, tokens, state_TD)
+        tokens_T, tables = torch.tensor(tokens, device=self._device), self._rope.tables(level.positions)
+        return self._layer_of(plan, level.writer(self._device), tables, tokens_T, state_TD)
+
+    @property
+    def windows(self) -> set[int | None]:
+        return {None}
+
+    def features(self, taps_TF: Tensor) -> Tensor:
+        return taps_TF
+
+    def run(
+        self,
+        plans: Mapping[int | None, AttentionPlan],
+        writer: CacheWriter,
+        entries_T: Tensor,
+        tokens_T: Tensor,
+        hidden_TD: Tensor,
+    ) -> Tensor:
+        return self._layer_of(plans[None], writer, self._rope.tables_at(entries_T), tokens_T, hidden_TD)
 
     def _layer_of(
-        self, plan: AttentionPlan, writer: CacheWriter, positions: list[int], tokens: list[int], hidden_TD: Tensor
+        self, plan: AttentionPlan, writer: CacheWriter, tables: Tables, tokens_T: Tensor, hidden_TD: Tensor
     ) -> Tensor:
-        residual = Residual(self._fc(self.both(tokens, hidden_TD)).to(self.residual_dtype, copy=True))
-        tables = self._rope.tables(positions)
+        residual = Residual(self._fc(self.both(tokens_T, hidden_TD)).to(self.residual_dtype, copy=True))
         attention = LayerAttention(self.cache.keys[0], self.cache.values[0], plan, writer, self._rope, tables)
         self._layer.run(residual, attention)
         if self._tells_normed:
@@ -127,4 +146,4 @@ class MtpNativePath(MtpNorms, NativeChain):
         self._open(shape, target, slack)
 
     def _inputs(self, tokens: list[int], hidden_TD: Tensor) -> Tensor:
-        return self._fc.multiply(self.both(tokens, hidden_TD), self._dtype)
+        return self._fc.multiply(self.both(torch.tensor(tokens, device=self._device), hidden_TD), self._dtype)
