@@ -10,9 +10,9 @@ positions. The entries after the accepted drafts are not used, as in the target'
 tensor. A round without drafts is plain decoding.
 
 A round qualifies if all its rows do: greedy, or sampled by temperature, min-p, top-k and top-p, with drafts of one
-DFlash, EAGLE-3 or MTP drafter or none. Otherwise the whole batch takes `round.decode_round`. If sampling a row needs
-the whole distribution, the host samples it from the same pass. Drafts are not cut by confidence: the planner's number
-of drafts is verified.
+DFlash (1 or 2), DSpark, EAGLE-3 or MTP drafter or none. Otherwise the whole batch takes `round.decode_round`. If
+sampling a row needs the whole distribution, the host samples it from the same pass. Drafts are not cut by confidence:
+the planner's number of drafts is verified.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class StaticRound(Region):
 
 class DeviceRounds:
     """Runs whole decode rounds of one engine on the device, each as one CUDA graph, so that the host waits for the
-    device only once per round. A batch qualifies if it has at most one drafter (DFlash v1, EAGLE-3, MTP), no prompt
-    lookup drafts, no trees, no log-probabilities, and no request with settings such as penalties or a grammar
+    device only once per round. A batch qualifies if it has at most one drafter (DFlash 1 or 2, DSpark, EAGLE-3, MTP),
+    no prompt lookup drafts, no trees, no log-probabilities, and no request with settings such as penalties or a grammar
     (`round.is_shaped`)."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:

@@ -15,9 +15,10 @@ from tiny_dflash import PROMPT, network, raw_config, tiny_target
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash.reading import Reading
-from paceline.draft.dflash2.selector import Picks, WalkedReading
+from paceline.draft.dflash2.selector import Picks, WalkedReading, choose
 from paceline.draft.foresight import Foresight
 from paceline.errors import ModelFileError
+from paceline.model.sampling.device_race import Draws
 from paceline.model.sampling.race import race
 from paceline.plan.trees import Candidates
 from paceline.rng import Noise
@@ -114,3 +115,36 @@ def test_only_drafts_that_are_held_against_the_targets_draws_are_guessed() -> No
 
     unaware, foreseen = drafts(False), drafts(True)
     assert foreseen[0] != unaware[0] and foreseen[1] == unaware[1] == unaware[0]
+
+
+@pytest.mark.parametrize("has_sure", [False, True])
+def test_drafts_that_the_device_chooses_are_those_of_the_host(has_sure: bool) -> None:
+    """Of greedy rows, of sampled ones of any temperature, and to where a score is not finite."""
+    generator, count, foresight = torch.Generator().manual_seed(0), 30, Foresight(0.7, 0.9)
+    scores_BKPM = torch.randint(-9, 9, (count, SLOTS, 4, 4), generator=generator) / 4
+    scores_BKPM += (torch.arange(count) % 2 * 0.1)[:, None, None, None] * torch.randn(4, generator=generator)
+    for row, wrong in enumerate((math.nan, math.inf, -math.inf)):
+        scores_BKPM[row :: count // 3, 2 + row // 2, 1:] = wrong
+    scores_BKPM[:, 0] = scores_BKPM[:, 0, :1]
+    tokens_BKM = torch.rand(count, SLOTS, SIZE, generator=generator).argsort(-1)[..., :4]
+    sure_BK = torch.randn(count, SLOTS, generator=generator) if has_sure else None
+    picks = Picks(tokens_BKM, tokens_BKM, scores_BKPM, sure_BK)
+    temperatures, seeds = [(0.0, 0.3, 1.0, 1.7)[row % 4] for row in range(count)], torch.arange(count)
+    inverse_B = torch.tensor([1 / each if each else 0.0 for each in temperatures], dtype=torch.float64)
+    draws = Draws(seeds, torch.zeros(count, dtype=torch.int64), inverse_B, *torch.ones(2, count, dtype=torch.float64))
+    position_BK = 5 + torch.arange(SLOTS).expand(count, -1)
+    mixed, greedy = choose(picks, (draws, position_BK), foresight), choose(picks, None, foresight)
+    reading, lengths = WalkedReading(picks, SIZE), list[int]()
+    for row, temperature in enumerate(temperatures):
+        expected = reading.certain(row, SLOTS, True)
+        cases = [(greedy, *expected)]
+        if temperature:
+            seq = Sequence(0, [3, 1, 4, 1, 5], 5, SamplingParams(temperature=temperature, seed=row))
+            foreseen = reading.candidates(row, SLOTS, seq, 1, 64, foresight)
+            expected = [each for (each,) in foreseen.tokens_KM], [each for (each,) in foreseen.logprobs_KM]
+        for (drafts_BK, confidence_BK), tokens, sure in [*cases, (mixed, *expected)]:
+            length = len(tokens)
+            lengths.append(length)
+            assert drafts_BK[row].tolist()[: length + 1] == tokens + [-1] * (length < SLOTS)
+            assert confidence_BK[row].tolist()[:length] == pytest.approx(sure, rel=1e-6)
+    assert {2, SLOTS} <= set(lengths)

@@ -10,7 +10,7 @@ import torch
 from native_models import ISAS, needs_library, use
 from torch import Tensor
 
-from paceline.draft.dflash2.selector import walk
+from paceline.draft.dflash2.selector import Picks, WalkedReading
 from paceline.errors import NativeError
 from paceline.model.native import library as native_lib
 from paceline.model.native.decoder import pack
@@ -134,7 +134,7 @@ def test_tokens_outside_the_codebooks_are_refused() -> None:
             picker.pick([anchor], torch.tensor([[[0.0, 1.0, 2.0]] * 2]), hidden_BKD)
 
 
-def test_a_walk_is_python_s() -> None:
+def test_a_walk_is_that_of_tensor_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(2)
     for wrong in (None, NAN, INFINITE, -INFINITE):
         for count in (1, 5, 16):
@@ -144,8 +144,12 @@ def test_a_walk_is_python_s() -> None:
                 scores_KMM[4] = wrong
             if goes_on := wrong is None or (wrong == -INFINITE and count > 1):
                 scores_KMM[4, :, 3 % count] = 0.5
+            tokens_KM = torch.arange(count).expand(1, 7, count)
+            reading = WalkedReading(Picks(tokens_KM, tokens_KM, scores_KMM[None]), count)
             for inverse in (1.0, 1 / 0.7, 1e10):
                 places, logprobs = native_lib.walk(scores_KMM, inverse)
-                expected = walk(scores_KMM.tolist(), inverse)
+                with monkeypatch.context() as patch:
+                    patch.setattr(native_lib, "load", lambda: None)
+                    expected = reading._walk(0, 7, inverse)
                 assert places == expected[0] and len(places) == (7 if goes_on else 4)
                 assert logprobs == pytest.approx(expected[1], rel=1e-12, abs=1e-15)

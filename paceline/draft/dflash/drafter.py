@@ -283,12 +283,12 @@ class DFlashDrafter(TappedDrafter):
 
     @property
     def recorded_rounds(self) -> dict[Any, Any] | None:
-        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only the PyTorch path of DFlash v1 can be
-        part of them: its drafts depend only on their own block positions."""
-        return self._path.rounds if type(self._path) is TorchPath else None
+        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only paths in PyTorch operations can be
+        part of them."""
+        return self._path.rounds if isinstance(self._path, TorchPath) else None
 
     def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
-        return BlockDrafting(self._path, self.draft_ids, num_rows, count)
+        return BlockDrafting(self._path, num_rows, count)
 
     def cache_shape(self, target: Target) -> tuple[int, ...]:
         is_native = self.has_native_path and isinstance(target, NativeDecoder)

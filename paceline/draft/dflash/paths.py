@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model
 from paceline.model.native.library import Buffers, Matrix, pointer
 from paceline.model.native.packing import pack, pack_vectors
+from paceline.model.sampling.device_race import Draws, foreseen_tokens
 from paceline.model.target import Target, head_weight
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.torch.decoder import Layer, LayerAttention, build_layers
@@ -51,8 +52,10 @@ class TorchPath:
         self.config, shape, (draft_ids, head_VD) = config, config.shape, own
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         self._target, self.dtype, self.device = target, dtype, device
-        if head_VD is None and draft_ids is not None:
-            head_VD = head_weight(target)[draft_ids.to(device)]
+        self.ids = None if draft_ids is None else draft_ids.to(device)
+        """Token ids of the LM head's rows; None: all tokens."""
+        if head_VD is None and self.ids is not None:
+            head_VD = head_weight(target)[self.ids]
         table_VD = None if head_VD is None else head_VD.to(device, dtype)
         self._head = target.matrix_head if table_VD is None else PackedLinear(table_VD)
         self._embed = target.matrix_embed
@@ -161,6 +164,29 @@ class TorchPath:
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
         sure_BK = top_logprob(scale_logits(logits_BKV, self.config))
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
+
+    def choose(self, outputs: Sequence[Tensor], drawn: tuple[Draws, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Chooses the drafts of B blocks from the tensors that `conclude` returned: greedy ones, and for sampled rows
+        predictions of the target's samples, as `DFlashDrafter.propose` does in a batch with `noise_aware`. Only tensor
+        operations of fixed shape, for CUDA graphs.
+
+        Returns (token ids [B, K], log-probabilities that they are accepted [B, K], float64). A token id is negative if
+        the logits of its position are not finite. `outputs`: the tensors, sliced to the first K positions. `drawn`:
+        (sampling parameters of the rows, each draft's index in its text [B, K]); None if all rows are greedy.
+        """
+        best_BK, confidence_BK = outputs[0].unbind(-1)
+        drafts_BK = best_BK.long()
+        if self.ids is not None:
+            drafts_BK = torch.where(drafts_BK < 0, drafts_BK, self.ids[drafts_BK.clamp(min=0)])
+        if drawn is None:
+            return drafts_BK, confidence_BK
+        (draws, position_BK), foresight = drawn, self.config.foresight
+        logits_BKV = scale_logits(outputs[1], self.config)
+        settings = foresight.scale, foresight.spread, self.ids
+        own_BK, own_confidence_BK = foreseen_tokens(logits_BKV, draws, position_BK, *settings)
+        is_greedy_B1 = draws.is_greedy_B[:, None]
+        drafts_BK = torch.where(is_greedy_B1, drafts_BK, own_BK)
+        return drafts_BK, torch.where(is_greedy_B1, confidence_BK, own_confidence_BK)
 
     def slots(self, rows: list[int], anchors: list[int], width: int, size: int) -> Tensor:
         """Runs the draft layers on a block of `size` positions for each row. Returns the final normed hidden states [B

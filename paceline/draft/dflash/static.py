@@ -7,17 +7,16 @@ positions at the end of each row of the drafter's cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.dflash.reading import scale_logits
 from paceline.draft.tapped import Verified
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.sampling.device_race import Draws, foreseen
+from paceline.model.sampling.device_race import Draws
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope
 from paceline.model.torch.cuda_graphs import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.torch.kernels.attend import Sight
@@ -49,6 +48,8 @@ class DecodePath(Protocol):
     ) -> Tensor: ...
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]: ...
+
+    def choose(self, outputs: Sequence[Tensor], drawn: tuple[Draws, Tensor] | None) -> tuple[Tensor, Tensor]: ...
 
     def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> None: ...
 
@@ -156,32 +157,19 @@ class BlockDrafting:
     """DFlash's part of a round captured as one CUDA graph (`tapped.StaticDrafting`): it drafts a block and writes
     keys and values of all verified positions."""
 
-    def __init__(self, path: DecodePath, draft_ids: Tensor | None, num_rows: int, count: int) -> None:
-        """`draft_ids`: the drafter's draft vocabulary. `count`: J = K + 1, the verified positions of a row."""
+    def __init__(self, path: DecodePath, num_rows: int, count: int) -> None:
+        """`count`: J = K + 1, the verified positions of a row."""
         self._path, self._num_drafted = path, count - 1
         self._block = StaticBlock(path, num_rows, [])
         self._writer = StaticWriter(num_rows, count, path.cache.max_len, path.device)
-        self._draft_ids = None if draft_ids is None else draft_ids.to(path.device)
         self._place_K = torch.arange(1, count, device=path.device)
 
     def draft(
         self, anchor_B: Tensor, length_B: Tensor, is_live_B: Tensor, draws: Draws | None
     ) -> tuple[Tensor, Tensor]:
-        config, num_drafted = self._path.config, self._num_drafted
-        best_BK2, logits_BKV = self._block.conclude(anchor_B, length_B, is_live_B * config.block_size)
-        best_BK, confidence_BK = best_BK2[:, :num_drafted].unbind(-1)
-        drafts_BK = best_BK.long()
-        if self._draft_ids is not None:
-            drafts_BK = torch.where(drafts_BK < 0, drafts_BK, self._draft_ids[drafts_BK.clamp(min=0)])
-        if draws is not None:
-            position_BK = length_B[:, None] + self._place_K
-            logits_BKV = scale_logits(logits_BKV[:, :num_drafted], config)
-            settings = config.foresight.scale, config.foresight.spread, self._draft_ids
-            own_BK, own_confidence_BK = foreseen(logits_BKV, draws, position_BK, *settings)
-            is_greedy_B1 = draws.is_greedy_B[:, None]
-            drafts_BK = torch.where(is_greedy_B1, drafts_BK, own_BK)
-            confidence_BK = torch.where(is_greedy_B1, confidence_BK, own_confidence_BK)
-        return drafts_BK, confidence_BK
+        outputs = self._block.conclude(anchor_B, length_B, is_live_B * self._path.config.block_size)
+        drawn = None if draws is None else (draws, length_B[:, None] + self._place_K)
+        return self._path.choose([output[:, : self._num_drafted] for output in outputs], drawn)
 
     def write_behind(self, verified: Verified) -> None:
         write_behind(self._path, self._writer, verified.length_B, verified.counts_B, verified.taps_TF)

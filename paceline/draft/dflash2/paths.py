@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.paths import NativePath, TorchPath, rows_of
 from paceline.draft.dflash2.codebooks import BOOKS
-from paceline.draft.dflash2.selector import Picks, Selector, score
+from paceline.draft.dflash2.selector import Picks, Selector, choose, score
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.native.library import FORMATS, Picker
 from paceline.model.native.packing import pack
+from paceline.model.sampling.device_race import Draws
 from paceline.model.target import Target
 from paceline.model.torch.decoder import LayerAttention
 from paceline.model.torch.parts import PackedLinear, Residual
@@ -74,6 +75,9 @@ class CandidatePath(TorchPath):
         blocks = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(tensor for tensor in self.scored(*blocks, anchors_B) if tensor is not None)
 
+    def choose(self, outputs: Sequence[Tensor], drawn: tuple[Draws, Tensor] | None) -> tuple[Tensor, Tensor]:
+        return choose(Picks(*outputs), drawn, self.config.foresight)
+
 
 class DFlash2Path(CandidatePath):
     """DFlash 2 in PyTorch operations on any device, with weights prepared for one target."""
@@ -87,7 +91,6 @@ class DFlash2Path(CandidatePath):
             for index in range(config.shape.num_layers)
         ]
         self.selector = selector_of(config, tensors, self.device)
-        self.ids = None if own.ids is None else own.ids.to(self.device)
 
     def _conv(self, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, PackedLinear]:
         projection = PackedLinear(tensors[f"{name}.kernel_projection.weight"].detach().to(self.device, self.dtype))

@@ -15,10 +15,11 @@ from torch.nn import functional as F
 
 from paceline import rng
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.dflash.reading import Reading, inverse_temperature
+from paceline.draft.dflash.reading import Reading, inverse_temperature, num_finite
 from paceline.draft.dflash2.codebooks import BOOKS, Codebooks
 from paceline.draft.foresight import Foresight, ranked
 from paceline.model.native import library as native_lib
+from paceline.model.sampling.device_race import FAILED, Draws, exponentials, foreseen
 from paceline.model.sampling.logits import sample
 from paceline.plan.trees import Candidates
 from paceline.types import Sequence
@@ -181,21 +182,55 @@ class WalkedReading(Reading):
         scores_KPM = self._host_BKPM[row, :limit]
         if scores_KPM.is_contiguous() and native_lib.load() is not None:
             return native_lib.walk(scores_KPM, inverse)
-        return walk(self._scores_of(row)[:limit], inverse)
+        (places,), (logprobs,) = (each.tolist() for each in walk(*best_after(scores_KPM[None], inverse)[:2]))
+        count = num_finite(logprobs)
+        return places[:count], logprobs[:count]
 
 
-def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int], list[float]]:
-    """Chooses at each of K positions the candidate with the largest score given the previous choice. Returns (indices
-    of the chosen candidates, their log-probabilities). Ends before a position whose best score is not finite.
-    `scores_KPM`: scores of M candidates after each of P previous ones. `inverse`: 1 / temperature."""
-    places, logprobs, before = list[int](), list[float](), 0
-    for scores_PM in scores_KPM:
-        scores_M = scores_PM[before]
-        if (before := best_of(scores_M)) < 0:
-            break
-        places.append(before)
-        logprobs.append(log_softmax(scores_M, inverse)[before])
-    return places, logprobs
+def best_after(scores_BKPM: Tensor, inverse: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (index of the best candidate after each previous one [B, K, P], its log-probability [B, K, P], all
+    candidates' log-probabilities up to a constant per previous one [B, K, P, M]); the last two in float64. Of equal
+    scores the first is the best. Log-probabilities are those of softmax(scores * inverse), and NaN if the best score is
+    not finite or any score is NaN. `inverse`: 1 / temperature."""
+    scores_BKPM = scores_BKPM.double()
+    most_BKP, place_BKP = scores_BKPM.max(-1)
+    shifted_BKPM = (scores_BKPM - most_BKP[..., None]) * inverse
+    return place_BKP, -shifted_BKPM.logsumexp(-1), shifted_BKPM
+
+
+def walk(place_BKP: Tensor, logprob_BKP: Tensor) -> tuple[Tensor, Tensor]:
+    """Chooses a candidate at each of K positions in turn, given the one chosen before it. Returns (their indices
+    [B, K], their log-probabilities [B, K]). Tensor operations of fixed shape, for CUDA graphs.
+
+    `place_BKP`: index of the candidate to choose after each of P previous ones; at the first position all are equal.
+    `logprob_BKP`: its log-probability.
+    """
+    path = [place_BKP.new_zeros(len(place_BKP), 1)]
+    for place_BP in place_BKP.unbind(1):
+        path.append(place_BP.gather(1, path[-1]))
+    path_BJ = torch.cat(path, 1)
+    return path_BJ[:, 1:], logprob_BKP.gather(-1, path_BJ[:, :-1, None])[..., 0]
+
+
+def choose(picks: Picks, drawn: tuple[Draws, Tensor] | None, foresight: Foresight) -> tuple[Tensor, Tensor]:
+    """Chooses drafts as `WalkedReading` does, in tensor operations of fixed shape for CUDA graphs: as its `certain` for
+    greedy rows, and as its `candidates` with `foresight` for sampled rows. `drawn`, result: see `TorchPath.choose`."""
+    sure_BK = None if picks.sure_BK is None else picks.sure_BK.double()
+    if drawn is None:
+        place_BK, logprob_BK = walk(*best_after(picks.scores_BKPM, 1.0)[:2])
+        confidence_BK = logprob_BK if sure_BK is None else sure_BK
+    else:
+        draws, position_BK = drawn
+        is_greedy_B11 = draws.is_greedy_B[:, None, None]
+        inverse_B11 = draws.inverse_temperature_B[:, None, None].masked_fill(is_greedy_B11, 1.0)
+        place_BKP, logprob_BKP, shifted_BKPM = best_after(picks.scores_BKPM, inverse_B11[..., None])
+        times_BKM = exponentials(draws.seed_B[:, None, None], position_BK[..., None], picks.tokens_BKM)
+        own_BKP, chance_BKP = foreseen(shifted_BKPM, times_BKM[:, :, None], foresight.scale, foresight.spread)
+        place_BKP = torch.where(is_greedy_B11, place_BKP, own_BKP)
+        place_BK, logprob_BK = walk(place_BKP, torch.where(is_greedy_B11, logprob_BKP, chance_BKP))
+        confidence_BK = logprob_BK if sure_BK is None else torch.where(is_greedy_B11[..., 0], sure_BK, logprob_BK)
+    drafts_BK = picks.tokens_BKM.gather(-1, place_BK[..., None])[..., 0]
+    return drafts_BK.masked_fill(logprob_BK.isnan(), FAILED), confidence_BK
 
 
 def best_of(scores_M: list[float]) -> int:

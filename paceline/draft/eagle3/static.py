@@ -17,7 +17,7 @@ from paceline.draft.dflash.reading import top_logprob
 from paceline.draft.foresight import Foresight
 from paceline.draft.tapped import Verified
 from paceline.model.kv_cache import KVCache
-from paceline.model.sampling.device_race import FAILED, Draws, foreseen
+from paceline.model.sampling.device_race import FAILED, Draws, foreseen_tokens
 from paceline.model.torch.attention import AttentionPlan, CacheWriter
 from paceline.model.torch.kernels.attend import Sight
 from paceline.model.torch.recorded_pass import StaticPlan, StaticWriter
@@ -101,7 +101,7 @@ class StaticChain:
         if draws is None:
             return token_B, confidence_B
         settings = self._foresight.scale, self._foresight.spread, self._draft_ids
-        own_B1, own_confidence_B1 = foreseen(logits_BV[:, None], draws, position_B[:, None], *settings)
+        own_B1, own_confidence_B1 = foreseen_tokens(logits_BV[:, None], draws, position_B[:, None], *settings)
         is_greedy_B = draws.is_greedy_B
         return (
             torch.where(is_greedy_B, token_B, own_B1[:, 0]),

@@ -139,31 +139,35 @@ def _kept(weights_BJM: Tensor, draws: Draws, most_B: Tensor, num_vocab: int) -> 
     return count_BJ, is_whole_BJ, is_unknown_BJ | is_tied_BJ
 
 
-def foreseen(
-    logits_BKV: Tensor,
-    draws: Draws,
-    position_BK: Tensor,
-    scale: float,
-    spread: float,
-    draft_ids: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Predict the tokens that the target will sample, from a drafter's logits and the target's sampling noise
-    (`draft/foresight.py`).
+def foreseen(logprobs: Tensor, times: Tensor, scale: float, spread: float) -> tuple[Tensor, Tensor]:
+    """Predict which of M candidate tokens the target will sample, from a drafter's log-probabilities and the target's
+    sampling noise (`draft/foresight.py`). The candidates are in the last dimension of the arguments.
 
-    Returns two tensors [B, K]: the predicted token ids, -1 (FAILED) where logits are not finite, and the log of the
-    estimated probability that the target samples this token.
+    Returns two tensors without that dimension: the predicted candidate's index, and the log of the estimated
+    probability that the target samples it; NaN where a log-probability is NaN.
 
-    - position_BK: each token's index in its text.
-    - draft_ids: token id of each logits column; None: column i is token i.
+    - times: the noise of each candidate, from `exponentials`.
     - scale: factor on the drafter's log-probabilities; below 1 if the drafter is more confident than the target.
     - spread: assumed size of the drafter's error in log-probabilities. A larger one lowers the returned probabilities;
       the predicted tokens do not depend on it.
     """
+    scores = (scale * logprobs.double() - times.log()) / spread
+    best, place = scores.max(-1)
+    return place, best - scores.logsumexp(-1)
+
+
+def foreseen_tokens(
+    logits_BKV: Tensor, draws: Draws, position_BK: Tensor, scale: float, spread: float, draft_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Predict the tokens that the target will sample, from a drafter's logits: `foreseen` of the most probable tokens.
+
+    Returns two tensors [B, K]: the predicted token ids, -1 (FAILED) where logits are not finite, and the log of the
+    estimated probability that the target samples this token. `position_BK`: each token's index in its text.
+    `draft_ids`: token id of each logits column; None: column i is token i.
+    """
     ids_BKM, logprobs_BKM = top_logprobs(logits_BKV, draws.inverse_temperature_B, FIELD)
     tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]
     times_BKM = exponentials(draws.seed_B[:, None, None], position_BK[..., None], tokens_BKM)
-    scores_BKM = (scale * logprobs_BKM.double() - times_BKM.log()) / spread
-    best_BK, place_BK = scores_BKM.max(-1)
+    place_BK, confidence_BK = foreseen(logprobs_BKM, times_BKM, scale, spread)
     tokens_BK = tokens_BKM.gather(-1, place_BK[..., None])[..., 0]
-    failed_BK = ~logprobs_BKM[..., 0].isfinite()
-    return tokens_BK.masked_fill(failed_BK, FAILED), best_BK - scores_BKM.logsumexp(-1)
+    return tokens_BK.masked_fill(~logprobs_BKM[..., 0].isfinite(), FAILED), confidence_BK
