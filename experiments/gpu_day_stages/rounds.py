@@ -10,6 +10,7 @@ from gpu_day_stages.tiny_models import are_same, loud_tensors, parted, texts, ti
 from gpu_day_stages.visit import Visit
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.drafter import DFlash2Drafter
 from paceline.engine.engine import Engine
 from paceline.plan.planner import FixedPlanner
 from paceline.types import SamplingParams
@@ -25,16 +26,13 @@ def rounds(visit: Visit) -> None:
     prompts = [[token % config.vocab_size for token in prompt] for prompt in prompts]
     target = decoder(config, tensors, visit.device, rows=3, max_len=128)
     count = visit.sized(48, 6)
-    for name in ("none", "dflash"):
-        drafter = own_drafter(target) if name == "dflash" else None
+    sizes: dict[str, Any] = {"block_size": 6, "num_layers": 2, "head_dim": 8, "intermediate_size": 48}
+    for name, kind in (("none", None), ("dflash", DFlashDrafter), ("dflash2", DFlash2Drafter)):
+        drafter = kind.random(target, **sizes) if kind else None
         with visit.part(f"greedy {name}"):
             greedy(visit, name, target, drafter, prompts, SamplingParams(max_tokens=count, ignore_eos=True))
         with visit.part(f"seeded {name}"):
             seeded(visit, name, target, drafter, prompts, count)
-
-
-def own_drafter(target: Any) -> DFlashDrafter:
-    return DFlashDrafter.random(target, block_size=6, num_layers=2, head_dim=8, intermediate_size=48)
 
 
 def greedy(

@@ -10,81 +10,52 @@ from typing import Any
 
 import pytest
 import torch
+from device_runs import (
+    DRAFTERS,
+    FEW,
+    PROMPTS,
+    VOCAB,
+    count_of,
+    dflash,
+    dflash2,
+    dspark,
+    engine_of,
+    right_now_and_then,
+    target,
+    texts,
+)  # fmt: skip
 from engine_runs import run
-from tiny_dflash import network, target_shape, target_weights, tiny_target
+from tiny_dflash import target_shape, target_weights, tiny_target
 from tiny_eagle3 import eagle3_for
 from tiny_mtp import mtp_for
 
 from paceline.draft.base import Drafter
-from paceline.draft.dflash.config import new_config
-from paceline.draft.dflash.drafter import DFlashDrafter
-from paceline.draft.dflash.static import StaticBlock
 from paceline.draft.ngram import NgramDrafter
+from paceline.engine import device_round
+from paceline.engine import round as decode
 from paceline.engine.device_round import ROUNDS
-from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError
-from paceline.model.text.tokenizer import Tokenizer
 from paceline.model.torch.recorded_pass import GraphDecoder
 from paceline.plan.costs import PassCosts
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner
-from paceline.types import SamplingParams, Sequence
+from paceline.types import Batch, DraftBlock, SamplingParams, Sequence, Verdict
 from paceline.verify.rules import RULES, mocked
 
 pytestmark = pytest.mark.slow
-
-VOCAB = 5
-"""Vocabulary size, small enough that random drafts are sometimes right."""
-PROMPTS = [[1, 2, 3, 4, 0, 2], [4, 0, 1], [2] * 20, [3, 1, 4, 1], [0]]
-
-
-def target(rows: int = 3, vocab: int = VOCAB) -> Any:
-    return tiny_target(rows, vocab=vocab, kind=GraphDecoder)
-
-
-def dflash(own: Any, *, draft_ids: list[int] | None = None, **keys: Any) -> DFlashDrafter:
-    sizes = {"block_size": 6, "num_layers": 2, "head_dim": 8, "intermediate_size": 48}
-    raw = new_config(own.hidden_size, own.vocab_size, own.num_layers, **(sizes | keys))
-    return DFlashDrafter(network(raw), draft_ids=None if draft_ids is None else torch.tensor(draft_ids))
-
-
-def engine_of(own: Any, drafter: Any, *, on: bool = True, **options: Any) -> Engine:
-    return Engine(own, Tokenizer.stand_in(own.vocab_size), drafter, prefill_chunk=7, device_rounds=on, **options)
-
-
-def texts(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
-    return [seq.output_ids for seq in run(engine, prompts, params)]
-
-
-def count_of(engine: Engine, name: str = ROUNDS) -> int:
-    assert engine.device_rounds is not None
-    return engine.device_rounds.counts[name]
-
 
 KINDS: dict[str, Callable[[Any], Drafter] | None] = {
     "none": None,
     "dflash": dflash,
     "causal": lambda own: dflash(own, is_causal=True),
-    "few words": lambda own: dflash(own, draft_ids=[0, 2, 3]),
+    "few words": lambda own: dflash(own, draft_ids=FEW),
+    "dflash2": dflash2,
+    "dflash2, few words": lambda own: dflash2(own, draft_ids=FEW),
+    "dspark": dspark,
     "eagle3": eagle3_for,
     "mtp": mtp_for,
     "eagle3, few words": lambda own: eagle3_for(own, ids=[2, 3], version="3"),
 }
-
-
-def right_now_and_then(monkeypatch: pytest.MonkeyPatch, engine: Engine, known: list[list[int]]) -> None:
-    """Blocks of this engine draft what these texts go on with, but for every fifth position."""
-    conclude = StaticBlock.conclude
-
-    def oracle(block: StaticBlock, *arguments: Any) -> tuple[Any, ...]:
-        best_BK2, *others = conclude(block, *arguments)
-        for seq in engine.scheduler.running:
-            text = next((each for each in known if each[: seq.prompt_len] == seq.tokens[: seq.prompt_len]), [])
-            for slot, place in enumerate(range(len(seq.tokens), min(len(seq.tokens) + best_BK2.shape[1], len(text)))):
-                best_BK2[seq.row, slot, 0] = (text[place] + (place % 5 == 0)) % engine.target.vocab_size
-        return best_BK2, *others
-
-    monkeypatch.setattr(StaticBlock, "conclude", oracle)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,12 +71,13 @@ def test_greedy_texts_and_rounds_are_those_of_ordinary_rounds(kind: str) -> None
     assert device.device_rounds and set(device.device_rounds.counts) == {ROUNDS} and ordinary.device_rounds is None
 
 
-def test_drafts_that_stand_are_committed_and_injected(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["dflash", "dflash2", pytest.param("dspark", marks=pytest.mark.nightly)])
+def test_drafts_that_stand_are_committed_and_injected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, params = target(), SamplingParams(max_tokens=40)
     expected = texts(engine_of(own, None, on=False), PROMPTS, params)
     caches, rounds = list[Any](), list[Any]()
     for on in (False, True):
-        drafter = dflash(own)
+        drafter = DRAFTERS[name](own)
         engine = engine_of(own, drafter, on=on)
         with monkeypatch.context() as patch:
             right_now_and_then(patch, engine, [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)])
@@ -140,22 +112,26 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize(
-    ("drafts", "shape"),
+    ("kind", "shape"),
     [
-        (True, "plain"),
-        (True, "filtered"),
-        (False, "top-k"),
-        pytest.param(False, "cool", marks=pytest.mark.nightly),
-        pytest.param(True, "top-k", marks=pytest.mark.nightly),
+        ("dflash", "plain"),
+        ("dflash", "filtered"),
+        ("none", "top-k"),
+        ("dflash2", "cool"),
+        ("dflash2, few words", "filtered"),
+        ("dspark", "plain"),
+        pytest.param("none", "cool", marks=pytest.mark.nightly),
+        pytest.param("dflash", "top-k", marks=pytest.mark.nightly),
+        pytest.param("dflash2", "top-k", marks=pytest.mark.nightly),
     ],
 )
-def test_texts_of_seeds_are_those_of_ordinary_rounds(drafts: bool, shape: str) -> None:
+def test_texts_of_seeds_are_those_of_ordinary_rounds(kind: str, shape: str) -> None:
     """Alone, in a batch and beside a greedy row."""
-    own = target()
+    own, drafter = target(), KINDS[kind]
     params = [SamplingParams(**SAMPLED[shape], seed=seed, max_tokens=20) for seed in range(5)]  # pyright: ignore[reportArgumentType]
     params[2] = SamplingParams(max_tokens=20)
     expected = texts(engine_of(own, None, on=False), PROMPTS, params)
-    engine = engine_of(own, dflash(own) if drafts else None)
+    engine = engine_of(own, drafter and drafter(own))
     assert texts(engine, PROMPTS, params) == expected
     assert [texts(engine, [prompt], [each])[0] for prompt, each in zip(PROMPTS[:2], params, strict=False)] == expected[
         :2
@@ -163,13 +139,36 @@ def test_texts_of_seeds_are_those_of_ordinary_rounds(drafts: bool, shape: str) -
     assert count_of(engine) > 20 and len(engine.device_rounds.counts) == 1  # pyright: ignore[reportOptionalMemberAccess]
 
 
-@pytest.mark.parametrize("drafter", [dflash, eagle3_for])
-def test_drafts_of_seeds_foresee_what_ordinary_rounds_foresee(drafter: Any) -> None:
-    own = target()
-    params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=40) for seed in range(5)]
-    before, after = (run(engine_of(own, drafter(own), on=on), PROMPTS, params) for on in (False, True))
-    assert [seq.rounds for seq in after] == [seq.rounds for seq in before]
-    assert sum(each.num_accepted for seq in after for each in seq.rounds) > 0
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("draft_ids", [None, FEW], ids=["all", "few words"])
+def test_drafts_are_those_of_ordinary_rounds(
+    name: str, draft_ids: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token by token, of greedy rows and of sampled ones, and how sure the drafter is of each."""
+    own, both = target(), list[Any]()
+    params = [SamplingParams(temperature=0.9 * (row != 2), seed=row, max_tokens=24) for row in range(5)]
+    for on, module in ((False, decode), (True, device_round)):
+        rounds, real = list[Any](), module.commit
+
+        def noted(batch: Batch, draft: DraftBlock, verdict: Verdict, real: Any = real, rounds: Any = rounds) -> Any:
+            rounds.append({seq.request_id: each for seq, each in zip(batch.sequences, draft.tokens_B, strict=True)})
+            return real(batch, draft, verdict)
+
+        engine = engine_of(
+            own, DRAFTERS[name](own, draft_ids=draft_ids), on=on, planner=FixedPlanner(4, whole_blocks=False)
+        )
+        ids, confidences = [engine.add(*each) for each in zip(PROMPTS, params, strict=True)], list[Any]()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "commit", noted)
+            while engine.has_work:
+                engine.step()
+                confidences += [each.confidence_B for each in engine.rounds]
+        both.append((ids, rounds, confidences))
+    (ids, before, sure), (same_ids, after, same_sure) = both
+    assert ids == same_ids and before == after and len(before) > 10 and len(sure) == len(same_sure)
+    for one_B, other_B in zip(sure, same_sure, strict=True):
+        for one, other in zip(one_B or (), other_B or (), strict=True):
+            assert (one or []) == pytest.approx(other or [], rel=1e-4, abs=1e-5)
 
 
 def test_a_draw_that_needs_the_whole_distribution_is_the_hosts() -> None:
@@ -259,16 +258,17 @@ def test_other_drafters_keep_their_path() -> None:
         assert count_of(engine, "rule") > 0
 
 
-def test_drafters_are_swapped_between_rounds_of_both_kinds() -> None:
+@pytest.mark.parametrize(("first", "second"), [("dflash", "dflash2"), ("dflash2", "dflash")])
+def test_drafters_are_swapped_between_rounds_of_both_kinds(first: str, second: str) -> None:
     """Rows keep the drafter that they began with; features wait and are taken in where rounds change."""
     own, params = target(), SamplingParams(max_tokens=30)
     expected = texts(engine_of(own, None, on=False), PROMPTS, params)
-    engine, done = engine_of(own, dflash(own)), dict[int, list[int]]()
+    engine, done = engine_of(own, DRAFTERS[first](own)), dict[int, list[int]]()
     ids = [engine.add(prompt, params) for prompt in PROMPTS]
     shaped = engine.add([1, 1], SamplingParams(max_tokens=7, presence_penalty=0.1))
     for number in range(1000):
         if number == 8:
-            engine.swap(dflash(own, is_causal=True))
+            engine.swap(DRAFTERS[second](own, is_causal=True))
         if number == 14:
             engine.swap(eagle3_for(own))
         if number == 20:
@@ -313,11 +313,12 @@ def test_what_a_round_tells_of_itself() -> None:
             assert len(sure or ()) == count <= 3 and source == ("dflash" if count else "none")
 
 
-def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_logits_that_are_not_finite_end_their_request_alone(name: str) -> None:
     own, params = target(), SamplingParams(max_tokens=30)
     expected = texts(engine_of(own, None, on=False), PROMPTS[:2], params)
     for other in (params, SamplingParams(max_tokens=30, temperature=1.0, seed=1)):
-        engine = engine_of(own, dflash(own))
+        engine = engine_of(own, DRAFTERS[name](own))
         first, second = (engine.add(prompt, each) for prompt, each in zip(PROMPTS, (params, other), strict=False))
         done: dict[int, Sequence] = {}
         for number in range(200):
@@ -341,12 +342,14 @@ def test_where_nothing_is_recorded_device_rounds_cannot_be_had() -> None:
         engine_of(ordinary, None)
 
 
-@pytest.mark.parametrize("drafter", [dflash, eagle3_for, mtp_for])
+@pytest.mark.parametrize(
+    "name", ["dflash", "dflash2", "eagle3", "mtp", pytest.param("dspark", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
-def test_random_steps(seed: int, drafter: Any) -> None:
+def test_random_steps(name: str, seed: int) -> None:
     """Requests come, go, are aborted and end early; nothing leaks or mixes, and greedy and seeded texts stay."""
     rng, own = random.Random(seed), target(rows=4)
-    engine, alone = engine_of(own, drafter(own)), engine_of(target(rows=1), None, on=False)
+    engine, alone = engine_of(own, KINDS[name](own)), engine_of(target(rows=1), None, on=False)
     alive, num_finished = set[int](), 0
     for _ in range(100):
         if len(alive) < 7 and rng.random() < 0.4:
@@ -380,12 +383,13 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_recorded_rounds_give_the_texts_of_ordinary_ones() -> None:
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_recorded_rounds_give_the_texts_of_ordinary_ones(name: str) -> None:
     shape = target_shape(32, VOCAB)
     own = GraphDecoder(shape, target_weights(shape), num_rows=3, max_len=256, device="cuda")
     params = [SamplingParams(max_tokens=30, temperature=0.8 * (row % 2), seed=row) for row in range(len(PROMPTS))]
     expected = texts(engine_of(own, None, on=False), PROMPTS, params)
-    engine = engine_of(own, dflash(own))
+    engine = engine_of(own, DRAFTERS[name](own))
     engine.record()
     assert texts(engine, PROMPTS, params) == expected
     recorder = own.recorder

@@ -14,6 +14,7 @@ from doubles import ByteTokenizer
 from engine_runs import run
 from sampled_answers import FASTEST, p_value
 from tiny_dflash import PROMPT, VOCAB, loud_, needs_native, raw_config, tiny_target
+from tiny_dflash2 import network_2, raw_2
 from tiny_dspark import network_3, raw_3
 from tiny_eagle3 import IDS, drafter_of, loud_network, raw_eagle3
 
@@ -24,6 +25,7 @@ from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.engine.engine import Engine
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.recorded_pass import GraphDecoder
 from paceline.plan.costs import PassCosts
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Planner
 from paceline.types import Batch, SamplingParams, Sequence
@@ -296,3 +298,10 @@ def test_rows_that_share_beginnings_and_are_cancelled_draft_as_fresh_ones() -> N
     for text in common:
         length = min(len(runs[0][1][text]), len(runs[1][1][text]))
         assert runs[0][1][text][:length] == runs[1][1][text][:length]
+
+
+def test_sampled_answers_of_rounds_on_the_device_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer of a few tokens, enumerated."""
+    params = SamplingParams(temperature=0.7, top_k=3, max_tokens=4)
+    drafter, options = DFlash2Drafter(network_2(raw_2(block_size=4))), {"kind": GraphDecoder, "num_samples": 160}
+    assert p_value(drafter, "auto", params, 1 / 8, monkeypatch, device_rounds=True, **options) > 0.001

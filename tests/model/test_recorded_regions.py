@@ -16,12 +16,13 @@ from tiny_dflash import VOCAB, network, raw_config, tiny_target
 from tiny_dflash2 import network_2, raw_2
 
 from paceline.draft.dflash import paths as dflash_paths
-from paceline.draft.dflash.config import DFlashConfig, as_dflash2, new_config
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2, as_dspark, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash.paths import TorchPath
 from paceline.draft.dflash.static import StaticBlock, StaticForms, StaticInject
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.draft.dflash2.paths import DFlash2Path
+from paceline.draft.dspark.drafter import DSparkDrafter, DSparkNetwork
 from paceline.engine.device_round import Form, StaticRound
 from paceline.engine.device_rows import DeviceRows
 from paceline.model.checkpoint import expected_shapes, load_config, random_tensors
@@ -48,6 +49,8 @@ ONCE, ONCE_HYBRID, ONCE_INPUTS = 20, 27, 26
 ROUND_ONCE, RACE_ONCE, FORESEEN_ONCE = 50, 160, 75
 """Of a round what it adds to its passes: widths, acceptance, commitment; where rows are drawn their race, and drafts
 for it."""
+WALK_ONCE, WALK_ONCE_3 = (19, 78), (116, 181)
+"""Of such a round with seven drafts, greedy and drawn: DFlash 2's choice of drafts; DSpark's, with its heads' work."""
 DRAFT_LAUNCHES, DRAFT_LAUNCHES_2, INJECT_LAUNCHES, DRAFT_ONCE = 10, 40, 10, 24
 """The same of a layer of DFlash, of DFlash 2 with its convolutions, of an injection as a whole, and of a block once."""
 
@@ -90,9 +93,9 @@ def launches(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list
 
         return wrapped
 
-    is_pass = isinstance(region, StaticPass | StaticRound)
-    for kind in (Layer, DeltaLayer) if is_pass else (TorchPath, DFlash2Path):
-        name = "run" if is_pass else "run_layer"
+    own = [(Layer, "run"), (DeltaLayer, "run")] if isinstance(region, StaticPass | StaticRound) else []
+    drafters = [(DFlash2Path, "run_layer")] if own else [(TorchPath, "run_layer"), (DFlash2Path, "run_layer")]
+    for kind, name in own if isinstance(region, StaticPass) else own + drafters:
         monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
 
     def kernels(query_THD: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -145,17 +148,20 @@ def test_recorded_drafting_needs_nothing_of_the_host(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("drafts", [0, 7])
+@pytest.mark.parametrize(("name", "drafts"), [("v1", 0), ("v1", 7), ("v2", 7), ("dspark", 7)])
 def test_a_recorded_round_needs_nothing_of_the_host_but_its_result(
-    is_drawn: bool, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_drawn: bool, name: str, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One copy out, at the end; the host waits for that alone."""
     config = family_config("qwen3", tmp_path)
     target = on_meta(config)
     raw = new_config(config.hidden_size, config.vocab_size, config.num_layers, head_dim=16, intermediate_size=48)
-    drafter = DFlashDrafter(
-        DFlashNetwork.random(DFlashConfig.from_json(raw)), draft_ids=torch.arange(30) if is_drawn else None
-    )
+    kind, net, raw, most_launches, walk = {
+        "v1": (DFlashDrafter, DFlashNetwork, raw, DRAFT_LAUNCHES, (0, FORESEEN_ONCE)),
+        "v2": (DFlash2Drafter, DFlash2Network, as_dflash2(raw, rank=16), DRAFT_LAUNCHES_2, WALK_ONCE),
+        "dspark": (DSparkDrafter, DSparkNetwork, as_dspark(raw, rank=16), DRAFT_LAUNCHES, WALK_ONCE_3),
+    }[name]
+    drafter = kind(net.random(DFlashConfig.from_json(raw)), draft_ids=torch.arange(30) if is_drawn else None)
     monkeypatch.setattr(
         dflash_paths, "head_weight", lambda target: torch.empty(config.vocab_size, config.hidden_size, device="meta")
     )
@@ -173,11 +179,11 @@ def test_a_recorded_round_needs_nothing_of_the_host_but_its_result(
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
     total, layers = launches(region, monkeypatch)
     num_draft_layers = drafter.config.shape.num_layers if drafts else 0
-    assert max(layers) <= LAUNCHES["qwen3"] and len(layers) == config.num_layers + num_draft_layers
+    assert max(layers) <= max(LAUNCHES["qwen3"], most_launches) and len(layers) == config.num_layers + num_draft_layers
     most = config.num_layers * LAUNCHES["qwen3"] + ONCE
     if drafts:
-        most += num_draft_layers * DRAFT_LAUNCHES + DRAFT_ONCE + INJECT_LAUNCHES
-    assert total <= most + ROUND_ONCE + is_drawn * (RACE_ONCE + bool(drafts) * FORESEEN_ONCE), total
+        most += num_draft_layers * most_launches + DRAFT_ONCE + INJECT_LAUNCHES + walk[is_drawn]
+    assert total <= most + ROUND_ONCE + is_drawn * RACE_ONCE, (total, most)
     assert sum(each is region.read_out for each in copies) == 2, "computed twice: one copy each"
     assert copies[-1] is region.read_out
 
@@ -218,6 +224,17 @@ def refilled(region: Any, seed: int) -> None:
         case StaticBlock():
             region._path.cache.lengths[:] = [rng.randrange(40) for _ in range(3)]
             region.fill(rows, [rng.randrange(VOCAB) for _ in rows])
+        case StaticRound():
+            state = region._rows.first(3)
+            for values_B, most in ((state.length_B, 40), (state.anchor_B, VOCAB), (state.draws.seed_B, 99)):
+                values_B.copy_(torch.tensor([rng.randrange(most) for _ in range(3)]))
+            for values_B, values in (
+                (state.left_B, [9, 9, 1 + seed]),
+                (state.most_B, [4, seed, 3]),
+                (state.draws.top_p_B, [1.0, 0.8, 0.9]),
+                (state.draws.inverse_temperature_B, [0.0, 1.0, 0.7 * seed]),
+            ):
+                values_B.copy_(torch.tensor(values))
         case _:
             generator = torch.Generator().manual_seed(seed)
             features = torch.randn(sum(counts), region._taps_BJF.shape[-1], generator=generator)
@@ -232,7 +249,9 @@ HYBRID = replace(MIXTURE, delta=DeltaShape(2, 4, 4, 3, 3), linear_layers=(0, 2))
 
 
 def memories(cache: Any) -> list[torch.Tensor]:
-    """All that a cache holds."""
+    """All that a cache holds, or several do."""
+    if isinstance(cache, tuple):
+        return [tensor for each in cache for tensor in memories(each)]
     states = (
         [tensor for memory in cache.memories for tensor in memory.tensors()] if isinstance(cache, DeltaCache) else []
     )
@@ -269,7 +288,19 @@ def regions() -> dict[str, Any]:
         path.cache.values.normal_(generator=generator)
         for each in (path._forms().blocks.find(3), path._forms().injects.find(3, 3)):
             kinds[f"{each.kind} {name}"] = each, path.cache
+        kinds[f"round {name}"] = round_of(drafter, generator)
     return kinds
+
+
+def round_of(drafter: DFlashDrafter, generator: torch.Generator) -> tuple[StaticRound, Any]:
+    """A round of greedy and sampled rows of a new target, and the caches of target and drafter."""
+    target = tiny_target(kind=GraphDecoder)
+    drafter.bind(target)
+    target.set_taps(drafter.tap_layers)
+    caches = target.kv, drafter._path.cache
+    for tensor in memories(caches):
+        tensor.normal_(generator=generator)
+    return StaticRound(target, DeviceRows(3, 256, target.device), Form(True, False, drafter), 3, 5), caches
 
 
 @pytest.mark.slow

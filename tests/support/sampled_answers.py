@@ -87,10 +87,15 @@ def p_value(
     least_accepted: float,
     monkeypatch: pytest.MonkeyPatch,
     num_samples: int = 300,
+    kind: type = FASTEST,
+    device_rounds: bool | None = None,
 ) -> float:
     """Chi-square of answers without a seed. Fails unless `least_accepted` drafts an answer were accepted."""
     monkeypatch.setattr(types.os, "urandom", random.Random(4).randbytes)
-    engine = Engine(tiny_target(num_rows=30, kind=FASTEST), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
+    engine = Engine(
+        tiny_target(num_rows=30, kind=kind), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]),
+        device_rounds=device_rounds,
+    )  # fmt: skip
     sequences = run(engine, [PROMPT] * num_samples, params)
     num_accepted = sum(each.num_accepted for seq in sequences for each in seq.rounds)
     assert num_accepted > least_accepted * num_samples, "the test needs drafts that stand"
