@@ -169,7 +169,7 @@ def test_rounds_of_recorded_passes_alone_say_what_plain_ones_do(name: str, num_n
     expected = run(Engine(tiny_target(num_rows=NUM_ROWS), ByteTokenizer(), planner=FixedPlanner(0)), PROMPTS, params)
     target = tiny_target(num_rows=NUM_ROWS, kind=GraphDecoder)
     drafter = DRAFTERS[name](**({"kind": GraphDecoder} if name == "small_model" else {}))
-    engine = Engine(target, ByteTokenizer(), drafter, planner=FixedPlanner(num_nodes=num_nodes))
+    engine = Engine(target, ByteTokenizer(), drafter, planner=FixedPlanner(num_nodes=num_nodes), device_rounds=False)
     recorders = [target.recorder, drafter.model.recorder] if name == "small_model" else [target.recorder]
     for recorder in recorders:
         recorder.records_late = False
