@@ -55,7 +55,7 @@ def at_least(least: float) -> Must:
 
 
 def at_most(most: int) -> Must:
-    """Return a limit: a number of at most `most`."""
+    """Return the limit for type annotations that a number is at most `most`."""
     return Must(f"at most {most}", lambda value: value <= most)
 
 

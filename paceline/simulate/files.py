@@ -54,8 +54,8 @@ def is_amount(value: Any) -> bool:
 
 
 def check_amounts(record: Any) -> None:
-    """Raises ValueError if a field of a dataclass instance of type int or float, or None, is not a finite number of 0
-    or more, or not a whole number for int."""
+    """Checks the fields of a dataclass instance that are annotated with int or float. Raises ValueError unless each is
+    a finite number of at least 0, and whole for int. A field annotated "or None" may be None."""
     for field in fields(record):
         value, (kind, *has_none) = getattr(record, field.name), str(field.type).split(" | ")
         if kind not in ("int", "float") or (value is None and has_none):

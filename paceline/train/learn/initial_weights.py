@@ -166,8 +166,8 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
 
 def embedding_matrix(target: Target, config: DFlashConfig | None = None, own: Vocabulary = ALL_TOKENS) -> Tensor:
     """Returns a copy of the embedding matrix [V, D] that the drafter reads, with a row for each of the target's V
-    tokens. It is the target's matrix, unless the drafter has another width than the target (`config.has_own_width`).
-    The rows of such a drafter are those of its own LM head, `own.head_VD`."""
+    tokens: the target's matrix, or for a drafter of another width (`config.has_own_width`) rows of its own LM head.
+    `own`: the drafter's vocabulary, with this head as `head_VD`; tokens outside it get the mask token's row."""
     if config is not None and config.has_own_width and own.head_VD is not None:
         rows_V = rows_of_tokens(own.ids, config.mask_token_id, target.vocab_size)
         return own.head_VD[rows_V].to(target.device, target.dtype)

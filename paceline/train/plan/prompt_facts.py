@@ -40,14 +40,15 @@ MOST_LETTERS = 600
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Number and mean length of a run's prompts, and counts of rows that cannot be used. Number and length are
-    estimates if the prompts, or the target's tokenizer, are not on this machine."""
+    """Number and mean length of a run's prompts, and what in their files is not used. Number and length are estimates
+    if the prompts, or the target's tokenizer, are not on this machine."""
 
     prompts: int
     """Number of prompts to be answered."""
     prompt_tokens: float
     """Mean length in tokens."""
     is_known: bool
+    """False if number and length are estimates."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Counts of rows and prompts that are not answered, by reason."""
     unread: dict[str, int] = field(default_factory=dict)
