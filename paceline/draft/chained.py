@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ class ChainedDrafter(TappedDrafter):
         """Allocate drafting states [rows, size] for a new decode path."""
         if self._states_of is self._path:
             return  # CUDA graphs that contain this path read and write the states at their address
-        self._states_of, self._rounds = self._path, dict[Any, Any]()
+        self._states_of = self._path
         self._states = torch.zeros(target.cache.num_rows, size, dtype=self._path.residual_dtype, device=target.device)
         """Drafting state after each row's last entry."""
 

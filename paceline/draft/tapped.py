@@ -104,7 +104,7 @@ class TappedDrafter(Drafter):
         else:
             if not self._kept:
                 self._keep({name: once(tensor) for name, tensor in self._own_tensors().items()})
-            self._path = make_path()
+            self._path, self._rounds = make_path(), dict[Any, Any]()
         self._bound, self._overwrites_taps = (target, target.cache), target.overwrites_taps
         self._forget_rows()
 

@@ -18,6 +18,7 @@ the planner's number of drafts is verified.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -41,6 +42,9 @@ from paceline.verify.rules import Uniforms
 
 EVERYWHERE = False
 """True if engines also compute device rounds on devices without CUDA graphs; set by tests."""
+FEW_STEPS = 4
+"""Numbers of drafts up to this have rounds of their own if each draft is a step of the drafter; otherwise a few drafts
+would take the steps of many."""
 ROUNDS = "device"
 """Key of `DeviceRounds.counts` that counts device rounds."""
 
@@ -77,7 +81,8 @@ class StaticRound(Region):
     def __init__(self, decoder: GraphDecoder, rows: DeviceRows, form: Form, num_rows: int, count: int) -> None:
         """`count`: J = K + 1, the verified positions of a row. `num_rows`: B."""
         device = decoder.device
-        self._rows, self._form, self._num_rows, self._num_drafted = rows, form, num_rows, count - 1
+        self._rows, self._num_rows, self._num_drafted = rows, num_rows, count - 1
+        self._is_drawn, self._is_mocked = form.is_drawn, form.is_mocked  # not the drafter, which keeps this round
         self.target_pass, self.count = decoder.static_pass(num_rows, count), count
         self._drafting = form.drafter.static_drafting(num_rows, count) if form.drafter else None
         self._slot_J = torch.arange(count, device=device)
@@ -111,7 +116,7 @@ class StaticRound(Region):
         is_checked_BK = slot_K < width_B[:, None]
         agrees_BK = (best_BJ[:, :-1] == tokens_BJ[:, 1:]) & is_checked_BK
         accepted_B = agrees_BK.cumprod(1).sum(1)
-        if self._form.is_mocked:
+        if self._is_mocked:
             accepted_B = torch.minimum(width_B, self._rows.survivors(state.length_B))
         bonus_B = best_BJ.gather(1, accepted_B[:, None])[:, 0]
         if self._drafting is not None and self.target_pass.taps_TF is not None:
@@ -129,7 +134,7 @@ class StaticRound(Region):
         width_B, anchors_B1 = state.width_B.clamp(max=self._num_drafted), state.anchor_B[:, None]
         if self._drafting is None:
             return anchors_B1, torch.zeros(self._num_rows, 0, dtype=torch.float64, device=width_B.device), width_B
-        draws = state.draws if self._form.is_drawn else None
+        draws = state.draws if self._is_drawn else None
         drafts_BK, confidence_BK = self._drafting.draft(state.anchor_B, state.length_B, state.is_live_B, draws)
         width_B = torch.minimum(width_B, (drafts_BK >= 0).cumprod(1).sum(1))
         return torch.cat([anchors_B1, drafts_BK.clamp(min=0)], 1), confidence_BK, width_B
@@ -139,7 +144,7 @@ class StaticRound(Region):
         logits_BJV = self.target_pass.logits_TV.unflatten(0, (self._num_rows, -1))
         largest_BJ, best_BJ = logits_BJV.max(-1)  # NaN is the largest, of equals the first
         best_BJ = best_BJ.masked_fill(~largest_BJ.isfinite(), FAILED)
-        if not self._form.is_drawn:
+        if not self._is_drawn:
             return best_BJ
         draws = self._rows.first(self._num_rows).draws
         drawn_BJ = race(logits_BJV, draws, length_B[:, None] + 1 + self._slot_J)
@@ -225,15 +230,18 @@ class DeviceRounds:
         recordings = target.rounds if own is None else own
         key = form.is_drawn, form.is_mocked, target.tap_layers
         if key not in recordings:
+            # Weak: the drafter keeps its recordings, and a cycle would keep a replaced drafter in the device's memory.
+            plain, drafter = form._replace(drafter=None), form.drafter and weakref.ref(form.drafter)
 
             def make(num_rows: int, count: int) -> StaticRound:
                 rows.clear()  # a recording runs the round, which changes nothing while all rows are idle
-                return StaticRound(target, rows, form, num_rows, count)
+                return StaticRound(target, rows, plain._replace(drafter=drafter and drafter()), num_rows, count)
 
             counts = [1]
             if form.drafter:
                 every = pass_grid(target.cache.num_rows, 1 + form.drafter.num_drafted).sizes[1]
-                counts = [count for count in every if count > 1]
+                few = range(2, 2 + min(form.drafter.num_drafted, FEW_STEPS)) if form.drafter.is_stepwise else ()
+                counts = sorted({count for count in (*every, *few) if count > 1})
             recordings[key] = Recordings(
                 self._recorder, StaticRound.kind, Grid(row_sizes(target.cache.num_rows), counts), make
             )

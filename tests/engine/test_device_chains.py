@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -11,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from device_runs import dflash, dflash2
 from engine_runs import run
 from tiny_dflash import target_shape, target_weights, tiny_target
 from tiny_eagle3 import VARIANTS, drafter_of, eagle3_for, loud_network, raw_eagle3
 from tiny_mtp import mtp_for
 
+from paceline.draft.ngram import NgramDrafter
 from paceline.engine.device_round import ROUNDS, StaticRound
 from paceline.engine.engine import Engine
 from paceline.model.text.tokenizer import Tokenizer
@@ -169,6 +173,24 @@ def test_a_drafter_bound_again_keeps_its_recorded_rounds() -> None:
         assert [seq.rounds for seq in after] == [seq.rounds for seq in before]
         recorded.append((id(drafter.recorded_rounds), own.recorder.num_recorded, drafter._states.data_ptr()))
     assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize("make", [dflash, dflash2, eagle3_for, mtp_for])
+def test_a_replaced_drafter_is_freed_with_its_rounds(make: Callable[[Any], Any]) -> None:
+    """At once: memory pressure on a device starts no collection of cycles."""
+    own = target()
+    engine = engine_of(own, make(own))
+    run(engine, PROMPTS, GREEDY)
+    left = weakref.ref(engine.pool.drafters[0])
+    assert count_of(engine) > 0 and left() is not None
+    gc.collect()
+    gc.disable()
+    try:
+        engine.swap(NgramDrafter())
+        run(engine, PROMPTS[:1], GREEDY[:1])
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_text_that_goes_on_adopts_what_rounds_on_the_device_wrote() -> None:

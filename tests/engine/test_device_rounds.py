@@ -52,6 +52,7 @@ KINDS: dict[str, Callable[[Any], Drafter] | None] = {
     "dflash2": dflash2,
     "dflash2, few words": lambda own: dflash2(own, draft_ids=FEW),
     "dspark": dspark,
+    "dspark from the anchor": lambda own: dspark(own, sample_from_anchor=True),
     "eagle3": eagle3_for,
     "mtp": mtp_for,
     "eagle3, few words": lambda own: eagle3_for(own, ids=[2, 3], version="3"),

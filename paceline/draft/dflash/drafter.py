@@ -285,14 +285,15 @@ class DFlashDrafter(TappedDrafter):
     def recorded_rounds(self) -> dict[Any, Any] | None:
         """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only paths in PyTorch operations can be
         part of them."""
-        return self._path.rounds if isinstance(self._path, TorchPath) else None
+        return self._rounds if isinstance(self._path, TorchPath) else None
 
     def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
         return BlockDrafting(self._path, num_rows, count)
 
     def cache_shape(self, target: Target) -> tuple[int, ...]:
         is_native = self.has_native_path and isinstance(target, NativeDecoder)
-        layers, rows, heads, *sizes = cache_shape_of(self.config.shape, target, self.block_size, is_native=is_native)
+        slack = self.block_size if is_native else 1 + self.config.num_slots
+        layers, rows, heads, *sizes = cache_shape_of(self.config.shape, target, slack, is_native=is_native)
         return (layers, rows, heads, *sizes) if is_native else (1, rows, layers * heads, *sizes)
 
     def _own_tensors(self) -> Mapping[str, Tensor]:

@@ -78,7 +78,9 @@ class TorchPath:
         self.weight_bytes += self._context_kv.num_bytes  # a second copy: the layers have keys and values too
         key_norms = [weights[f"{name}.k_norm.weight"].expand(shape.num_kv_heads, -1) for name in attentions]
         self._context_norm = RMSNorm(torch.cat(key_norms), shape.rms_norm_eps)
-        slack = config.block_size
+        slack = (
+            1 + config.num_slots
+        )  # the verified positions of a round: one more than a block that drafts from its anchor
         self.rope = Rope.of(shape, max_len + slack, dtype, device)
         heads = shape.num_layers * shape.num_kv_heads
         self.cache = StaticKVCache(1, num_rows, heads, max_len, shape.head_dim, dtype, device, slack=slack)
@@ -93,8 +95,6 @@ class TorchPath:
         self._values = self.cache.values[0].chunk(shape.num_layers, dim=1)
         self.group = shape.num_heads // shape.num_kv_heads
         self._static: StaticForms | None = None
-        self.rounds: dict[Any, Any] = {}
-        """Rounds captured as CUDA graphs that use this path, managed by `engine/device_round.py`."""
 
     @property
     def is_fixed(self) -> bool:
