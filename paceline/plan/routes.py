@@ -235,11 +235,12 @@ class Router:
         """Pin a cluster to a drafter: all its new requests get this drafter, unless it is clearly slower than plain
         decoding. None: let the router choose again. `cluster`: the cluster's name, or its label in metrics. Raises
         ConfigError for an unknown cluster."""
-        match = next((name for name in self.clusters if cluster in (name, label(name))), None)
+        match = next((name for name in (*self.clusters, *self._pins) if cluster in (name, label(name))), None)
         if match is None:
             known = ", ".join(map(label, self.clusters)) or "none"
             raise ConfigError(f"there is no cluster {cluster!r} here: there are {known}")
-        self.clusters[match].pinned = drafter
+        if match in self.clusters:
+            self.clusters[match].pinned = drafter
         self._pins.pop(match, None)
         if drafter is not None:
             self._pins[match] = drafter

@@ -330,8 +330,12 @@ def test_an_evicted_cluster_keeps_its_pin_and_the_counts_of_running_requests(mon
     router.pin("tag:x", "bad")
     choose("y", 4)
     assert "tag:x" not in router.clusters and "tag:y" in router.clusters
+    router.pin("tag:y", "bad")
     choose("x", 3)
     assert {choose("x", 1) for _ in range(9)} == {"bad"}
     for key in range(3):
         router.ended(key)
     assert all(arm.num_running >= 0 for arm in router.clusters["tag:x"].arms.values())
+    router.pin("tag:y", None)  # while it is evicted
+    choose("y", 4)
+    assert router.clusters["tag:y"].pinned is None
