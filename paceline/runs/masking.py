@@ -16,10 +16,12 @@ OPTION = r"--?(?:[a-z0-9_-]+[_-])?(?:key|password|secret)|--?(?:(?:hf|api|auth|a
 IS_OPTION = re.compile(OPTION, re.IGNORECASE)
 IS_MASKED = re.compile(r"([\w-]+=)?\*\*\*")
 """Words that a shell would quote only because of the asterisks."""
+VARIABLE = r"\w*(?:KEY|TOKEN|PASSWORD|SECRET)|(?i:api_?key|(?:hf|api|auth|access)_token|password|secret)"
+VALUE = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|[^\s'"])+"""
 IN_TEXT = (
-    (re.compile(rf"(?<![\w-])({OPTION})(=|\s+)(?!-)[^\s'\"]+", re.IGNORECASE), rf"\1\2{MASK}"),
-    (re.compile(r"\b(\w*(?:KEY|TOKEN|PASSWORD|SECRET))=[^\s'\"]+"), rf"\1={MASK}"),
-    (re.compile(r"\b(Bearer)\s+[^\s'\"]+", re.IGNORECASE), rf"\1 {MASK}"),
+    (re.compile(rf"(?<![\w-])({OPTION})(=|\s+)(?!-){VALUE}", re.IGNORECASE), rf"\1\2{MASK}"),
+    (re.compile(rf"\b({VARIABLE})={VALUE}"), rf"\1={MASK}"),
+    (re.compile(r"\b(Bearer|Authorization:\s*\w+|(?:x-)?api-key:)\s+[^\s'\"]+", re.IGNORECASE), rf"\1 {MASK}"),
     (re.compile(r"(://)[^\s/'\"@]+@"), rf"\1{MASK}@"),
 )
 

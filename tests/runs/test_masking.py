@@ -28,6 +28,9 @@ from paceline.runs.masking import masked, masked_command
         ["http://me:abc@host:1", "--limit", "3"],
         ["--restart", "KEY=abc ssh host './restart --api-key abc'", "--limit", "3"],
         ["--publish", "curl -H 'Authorization: Bearer abc' x", "--limit", "3"],
+        ["--publish", "curl -H 'Authorization: Basic abc' -H 'X-Api-Key: abc' x", "--limit", "3"],
+        ["--restart", "vllm serve --api-key 'abc'", "--limit", "3"],
+        ["--restart", "API_KEY='abc d' hf_token=\"abc\" ./restart", "--limit", "3"],
     ],
 )
 def test_a_command_line_is_stored_without_its_keys(

@@ -163,9 +163,15 @@ def given_to(start: Start, scratch: Path) -> Given:
 def _settings_file(start: Start, scratch: Path) -> Path | None:
     """Writes SGLang's API key to a file that only this user can read: command lines are readable for all users. Returns
     None without a key, and if the user gives SGLang a file of settings, as it reads one only."""
-    if start.engine != "sglang" or start.api_key is None or "--config" in start.words:
+    if (
+        start.engine != "sglang"
+        or start.api_key is None
+        or any(word.partition("=")[0] == "--config" for word in start.words)
+    ):
         return None
     file = scratch / "sglang.yaml"
+    scratch.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as opened:
         opened.write(f"api-key: {json.dumps(start.api_key)}\n")
     return file

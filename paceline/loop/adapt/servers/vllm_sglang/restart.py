@@ -172,7 +172,7 @@ class _Restarted(Deployment):
         except subprocess.TimeoutExpired as error:  # its text has the whole command
             raise DeployError(f"{shown} did not end within {limit:g} s for {client.url}: correct it") from error
         except (OSError, ValueError) as error:
-            raise DeployError(f"{shown} did not run for {client.url} ({error}): correct it") from error
+            raise DeployError(f"{shown} did not run for {client.url} ({masked(str(error))}): correct it") from error
         if done.returncode:
             output = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
             raise DeployError(f"{shown} failed for {client.url} ({masked(output[0])}): correct it")
