@@ -29,12 +29,12 @@ def served_model(client: Client, wanted: str | None, option: str = "--served-nam
         owners = {str(model["id"]): str(model.get("owned_by")) for model in json.loads(reply.body)["data"]}
     except (ValueError, KeyError, TypeError, AttributeError):
         owners = {}
-    if wanted is None and not owners:
+    if not wanted and not owners:
         raise ConfigError(
             f"{client.url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible "
             f"server? If so, name its model with {option}"
         )
-    if wanted is not None and owners and wanted not in owners:
+    if wanted and owners and wanted not in owners:
         raise ModelNotFoundError(f"{client.url} does not serve {wanted!r}: choose {option} from {', '.join(owners)}")
     name = wanted or next(iter(owners))
     return name, owners.get(name, "")

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, shown
 from paceline.plan.planner import FixedPlanner
 from paceline.plan.trees import NONE_OF_THEM, Candidates, TargetRanks, Weigh, grow
 from paceline.types import Row
@@ -117,7 +117,8 @@ class Marginals:
         for slot, own in enumerate(self.chances_KM, start=1):
             if not own or not all(0 <= chance <= 1 for chance in own) or sum(own) > 1 + 1e-9:  # also NaN
                 raise ConfigError(
-                    f"marginals of slot {slot} are chances that sum up to 1 at most, the largest first: not {own}"
+                    f"marginals of slot {slot} are chances that sum up to 1 at most, the largest first: "
+                    f"not {shown(own)}"
                 )
         if not self.chances_KM:
             raise ConfigError("marginals need a slot at least, as in [[0.7, 0.1], [0.7, 0.1]]")

@@ -20,6 +20,7 @@ from paceline.report.statistics import is_loop
 UNUSABLE = (
     *("without a prompt", "of which the answer's tokens are not known", "of which the tokens are no ids"),
     "of another vocabulary",
+    "with text that is not UTF-8",
 )
 """Reasons for dropped rows of a store that mean bad recorded answers. Other reasons, such as duplicates, do not."""
 
