@@ -219,7 +219,7 @@ def test_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turning, "STAGES", {name: played(name) for name in stages.STAGES})
     monkeypatch.setattr(turning, "find_spec", lambda name: True)
     monkeypatch.setattr(turning, "Store", NoStore)
-    monkeypatch.setattr(turning, "resolve", lambda model: model)
+    monkeypatch.setattr(turning, "resolve", Path)
     monkeypatch.setattr(turning, "check_layers", lambda student, teacher: None)
     monkeypatch.setattr(turning.gc, "collect", lambda: 0)  # with all of PyTorch loaded it takes longer than the rest
     config = FlywheelConfig(model="teacher", out=home / "wheel", record=(tmp_path,))

@@ -284,7 +284,7 @@ def test_what_is_not_implemented_or_does_not_fit_is_named(make: Callable[[str], 
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelFileError, match="not a GGUF file"):
         read_mtp(tmp_path / "model.gguf")
-    with pytest.raises(ConfigError, match="num_drafted must be 0 or more"):
+    with pytest.raises(ConfigError, match="num_drafted must be between 0 and 1024"):
         MtpDrafter.of_target(str(qwen), num_drafted=-1)
 
 

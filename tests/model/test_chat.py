@@ -137,6 +137,7 @@ tools = st.lists(
         ),
     ),
     max_size=2,
+    unique_by=lambda tool: tool["function"]["name"],  # the server refuses two of one name
 )
 
 

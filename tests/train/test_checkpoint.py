@@ -74,7 +74,8 @@ def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path, changes: di
     assert [losses[step] for step in expected] == pytest.approx(list(expected.values()), rel=1e-5)
     for name, tensor in part.network.state_dict().items():
         torch.testing.assert_close(tensor, whole.network.state_dict()[name], atol=1e-6, rtol=1e-4)
-    assert replace(part.state, seconds=0.0) == replace(whole.state, seconds=0.0)
+    times = {"seconds": 0.0, "elapsed_s": 0.0}
+    assert replace(part.state, **times) == replace(whole.state, **times)
     assert [path.name for path in (tmp_path / "parts").glob("*step-*")] == [f"step-{len(expected):06d}"], (
         "older ones go"
     )
