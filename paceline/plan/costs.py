@@ -154,10 +154,8 @@ class RoundCosts:
         num_compared = min(self._factors.get(each, (1.0, 0))[1] for each in (size, before))
         most = max(0.3, 3.0 / (1 + num_compared))
         step = 0.5 * min(max(error, -most), most) * max(0.06, 1.0 / (1 + num_compared))
-        # Both before either is stored: the factor of a size that is new would follow the other's change.
-        factors = {each: self._factor(each) * math.exp(by) for each, by in ((size, step), (before, -step))}
-        for each, factor in factors.items():
-            self._factors[each] = factor, self._factors.get(each, (1.0, 0))[1] + 1
+        for each, by in ((size, step), (before, -step)):
+            self._factors[each] = self._factor(each) * math.exp(by), self._factors.get(each, (1.0, 0))[1] + 1
 
 
 def drafting_by(stats: RoundStats, rows_by: Mapping[str, int]) -> dict[str, float]:

@@ -306,12 +306,6 @@ class TestCosts:
         costs.drafted("dflash", 2, 9.0)  # the first time with two rows
         assert costs.drafting_s("dflash", 2) == pytest.approx(2 * usual)
 
-    def test_the_first_comparison_corrects_both_sizes(self) -> None:
-        costs = RoundCosts(PassCosts(((1, 1.0), (64, 64.0))))
-        costs.record(1, 1.0)
-        costs.record(8, 16.0)
-        assert costs.pass_s(8) / costs.pass_s(1) == pytest.approx(16.0)
-
     def test_a_wrong_table_is_corrected_by_neighbouring_rounds(self) -> None:
         costs = RoundCosts(FLAT)
         for number in range(400):
