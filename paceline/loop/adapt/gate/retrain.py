@@ -33,7 +33,7 @@ from paceline.loop.adapt.gate.gate import one_a_prompt
 from paceline.loop.adapt.gate.lineage import window_hash
 from paceline.loop.adapt.rollout.stage import Stage
 from paceline.loop.adapt.servers.counted_hours import ALL
-from paceline.loop.adapt.traffic.stored import Request, read_requests
+from paceline.loop.adapt.traffic.stored import read_requests
 from paceline.model.checkpoint import read_json
 
 LEAST_ANSWERS = 50
@@ -77,27 +77,14 @@ def write_window(
         )
     if folder.exists():
         shutil.rmtree(folder)
-    answers = [
-        Answer(
-            request.key,
-            "traces",
-            0,
-            _temperature(request),
-            request.prompt_ids,
-            request.answer_ids,
-            request.finish_reason,
-            "",
-        )
-        for request in sorted(requests, key=lambda request: request.key)
-    ]
+    answers = []
+    for each in sorted(requests, key=lambda request: request.key):
+        temperature = each.params.temperature if each.knows_temperature else math.nan
+        tokens = (each.prompt_ids, each.answer_ids)
+        answers.append(Answer(each.key, "traces", 0, temperature, *tokens, each.finish_reason, ""))
     AnswerShards(folder).write(answers)
     sha256 = window_hash(request.key for request in requests)
     return Window(folder, since, until, len(requests), sha256, tuple(tracked))
-
-
-def _temperature(request: Request) -> float:
-    """Temperature in the format of an Answer: NaN if unknown."""
-    return request.params.temperature if request.knows_temperature else math.nan
 
 
 def command_of(
@@ -164,13 +151,22 @@ def train_command(
     draft_vocab: int | None = None,
 ) -> list[str]:
     """Builds the command that trains a copy of the drafter `incumbent` on the answers in the folder `window`. It runs
-    the user's `config.train_command` if that is set, else `paceline train`. `out`: folder of the training run.
+    the user's `config.train_command` if that is set, with the arguments as environment variables, else `paceline
+    train`. `out`: folder of the training run.
 
     `draft_vocab`: size of the new drafter's draft vocabulary (the tokens that it can draft). With None `paceline train`
     takes the incumbent's draft vocabulary; in a DFlash drafter it then adds the tokens of the answers to it."""
     if config.train_command is not None:
-        values = hook_environment(window, out, incumbent, learning_rate, engine, config)
-        values["PACELINE_DRAFT_VOCAB"] = "" if draft_vocab is None else str(draft_vocab)
+        values = {
+            "PACELINE_WINDOW": str(window.absolute()),
+            "PACELINE_OUT": str(out.absolute()),
+            "PACELINE_INCUMBENT": incumbent,
+            "PACELINE_MODEL": engine.model,
+            "PACELINE_LEARNING_RATE": f"{learning_rate:g}",
+            "PACELINE_MINUTES": f"{config.minutes:g}",
+            "PACELINE_GENERAL": os.pathsep.join(str(folder.absolute()) for folder in config.general),
+            "PACELINE_DRAFT_VOCAB": "" if draft_vocab is None else str(draft_vocab),
+        }
         assigned = [f"{name}={value}" for name, value in values.items()]
         return [*polite(), "env", *assigned, "sh", "-c", config.train_command]
     options: dict[str, Any] = {"--target": engine.model, "--init": incumbent, "--out": out}
@@ -180,24 +176,6 @@ def train_command(
     options |= {"--threads": config.train_threads, "--features-from": config.features_from or None}
     options |= {"--features-folder": config.features_folder, "--draft-vocab": draft_vocab}
     return paceline_command(["train"], options)
-
-
-def hook_environment(
-    window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
-) -> dict[str, str]:
-    """Returns the environment variables for a user's training command: PACELINE_WINDOW (folder of the training data),
-    PACELINE_OUT (folder to write to), PACELINE_INCUMBENT (drafter to start from), PACELINE_MODEL (the target),
-    PACELINE_LEARNING_RATE, PACELINE_MINUTES (time limit), and PACELINE_GENERAL (folders of general answers to train on
-    as well, separated as in PATH)."""
-    return {
-        "PACELINE_WINDOW": str(window.absolute()),
-        "PACELINE_OUT": str(out.absolute()),
-        "PACELINE_INCUMBENT": incumbent,
-        "PACELINE_MODEL": engine.model,
-        "PACELINE_LEARNING_RATE": f"{learning_rate:g}",
-        "PACELINE_MINUTES": f"{config.minutes:g}",
-        "PACELINE_GENERAL": os.pathsep.join(str(folder.absolute()) for folder in config.general),
-    }
 
 
 def not_trained(status: int, job: Job, drafter: Path, config: RetrainConfig) -> str | None:
