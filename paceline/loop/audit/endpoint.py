@@ -112,13 +112,11 @@ class Endpoint:
         request failed. Raises DownloadError if the server does not answer any more, ConfigError if it rejects the API
         key."""
         with ThreadPoolExecutor(num_at_once) as pool:
-            futures = [pool.submit(self._post, request) for request in requests]
             try:
-                for request, future in zip(requests, futures, strict=True):
-                    yield request, self._answer(future.result(), request)
+                for request, stream in zip(requests, pool.map(self._post, requests), strict=True):
+                    yield request, self._answer(stream, request)
             finally:
-                for future in futures:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
 
     def _answer(self, stream: Stream, request: Request) -> ServerAnswer | None:
         answer = None

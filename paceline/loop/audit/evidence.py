@@ -177,11 +177,9 @@ def _binary(scores: Scores, name: str, tolerance: float) -> _Column:
 
 
 def _join(columns: Sequence[_Column]) -> _Column:
-    arrays = zip(
-        *((column.seen_N, column.expected_N, column.variance_N, column.log_ratio_NL) for column in columns), strict=True
-    )
-    seen_N, expected_N, variance_N, log_ratio_NL = map(np.concatenate, arrays)
-    return _Column(seen_N, expected_N, variance_N, columns[0].slopes, log_ratio_NL)
+    names = ("seen_N", "expected_N", "variance_N", "log_ratio_NL")
+    arrays = {name: np.concatenate([getattr(column, name) for column in columns]) for name in names}
+    return _Column(slopes=columns[0].slopes, **arrays)
 
 
 def buckets(longest: int) -> list[tuple[int, int]]:
