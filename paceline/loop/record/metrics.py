@@ -31,18 +31,15 @@ class RecordMetrics(Collector):
         return start_http_server(port, addr="127.0.0.1", registry=self.registry)[0]
 
     def collect(self) -> Iterator[Metric]:
-        proxy, writer = self._proxy, self._writer
-        yield CounterMetricFamily(
-            PREFIX + "requests", "Chat and completion requests passed to the server", value=proxy.num_requests
-        )
-        yield GaugeMetricFamily(PREFIX + "open", "Chat and completion requests in flight", value=proxy.num_open)
-        yield CounterMetricFamily(PREFIX + "traces", "Traces on disk, one for each answer", value=writer.written)
-        yield CounterMetricFamily(
-            PREFIX + "answers", "Traces on disk with the answer's tokens", value=writer.num_answers
-        )
-        yield GaugeMetricFamily(
-            PREFIX + "waiting_bytes", "Requests and answers that wait to be parsed", value=self._waiting_bytes()
-        )
+        proxy, writer, waiting = self._proxy, self._writer, self._waiting_bytes()
+        for kind, name, text, value in (
+            (CounterMetricFamily, "requests", "Chat and completion requests passed to the server", proxy.num_requests),
+            (GaugeMetricFamily, "open", "Chat and completion requests in flight", proxy.num_open),
+            (CounterMetricFamily, "traces", "Traces on disk, one for each answer", writer.written),
+            (CounterMetricFamily, "answers", "Traces on disk with the answer's tokens", writer.num_answers),
+            (GaugeMetricFamily, "waiting_bytes", "Requests and answers that wait to be parsed", waiting),
+        ):
+            yield kind(PREFIX + name, text, value=value)
         dropped = CounterMetricFamily(PREFIX + "dropped", "What was not recorded, by reason", labels=["reason"])
         for reason, number in sorted(dict(writer.dropped).items()):
             dropped.add_metric([reason], number)

@@ -19,18 +19,8 @@ from paceline.loop.record.exchange import Exchange
 OPERATIONS = ("chat", "generate_content")
 FAILED = 2
 """Value of a span's status.code if the call failed."""
-REQUEST = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_tokens": "max_tokens",
-    "seed": "seed",
-    "stop_sequences": "stop",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "choice.count": "n",
-    "model": "model",
-}
+SAME = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty", "model")
+REQUEST = {**{name: name for name in SAME}, "stop_sequences": "stop", "choice.count": "n"}
 """Suffix of the span attribute gen_ai.request.* -> name of the field in OpenAI's API."""
 USAGE = {
     "prompt_tokens": ("input_tokens", "prompt_tokens"),
