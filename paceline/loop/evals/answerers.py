@@ -103,8 +103,7 @@ class EndpointAnswerer:
                     replies.append([future.result() for future in futures[place * samples : (place + 1) * samples]])
                     advance("answering")
             finally:
-                for future in futures:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
         return replies
 
     def _ask(self, case: Case, sample: int) -> Reply:

@@ -65,8 +65,10 @@ def score_json(scorer: Row, text: str) -> Verdict:
     value = object_in(text)
     if value is None:
         return 0.0, "no JSON object"
-    if (schema := scorer.get("schema")) and (violation := breach(schema, value)):
-        return 0.0, violation
+    if schema := scorer.get("schema"):
+        violation = next(_jsonschema().Draft202012Validator(schema).iter_errors(value), None)
+        if violation:
+            return 0.0, f"schema: {violation.message[:120]}"
     fields: Row = scorer.get("fields") or {}
     wrong = [name for name, right in fields.items() if name not in value or not _same(value[name], right)]
     return (1.0 - len(wrong) / len(fields), f"wrong: {', '.join(wrong)}") if wrong else RIGHT
@@ -90,12 +92,6 @@ def object_in(text: str) -> Row | None:
         except (ValueError, RecursionError):
             at = text.find("{", at + 1)
     return None
-
-
-def breach(schema: Row, value: Any) -> str:
-    """Validates `value` against the JSON schema; returns the first violation as text, "" if the value is valid."""
-    error = next(_jsonschema().Draft202012Validator(schema).iter_errors(value), None)
-    return f"schema: {error.message[:120]}" if error else ""
 
 
 def _jsonschema() -> Any:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import ConfigError, PromptError, refuse, reraised
 from paceline.loop.evals.config import PricesConfig
+from paceline.loop.evals.sandbox.run import Sandbox
 from paceline.loop.evals.scorers import SCORERS, score_code
 from paceline.loop.evals.suite import Case, Suite
 from paceline.report.statistics import Interval, Spread
@@ -25,8 +26,6 @@ from paceline.runs.folder import record_of, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from paceline.loop.evals.sandbox.run import Sandbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +223,7 @@ def run_suite(
         (suite.needs_judge and judge is None, "this suite is scored by a judge: name one with --judge URL"),
     )
     if suite.runs_code:
-        if sandbox is None:
-            from paceline.loop.evals.sandbox.run import Sandbox as Default
-
-            sandbox = Default()
+        sandbox = sandbox or Sandbox()
         sandbox.check()
     began, core_began = time.perf_counter(), time.process_time()
     with progress.bar(f"{answerer.name} answers", len(suite)) as advance:
