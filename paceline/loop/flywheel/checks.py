@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.data.rows import Dropped
@@ -25,20 +24,9 @@ UNUSABLE = (
 """Reasons for dropped rows of a store that mean bad recorded answers. Other reasons, such as duplicates, do not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Size of the dataset store (recorded answers) of one iteration (turn); lengths are in tokens."""
-
-    rows: int
-    """Number of rows in the training split."""
-    longest_prompt: int
-    longest_answer: int
-    longest: int
-    """Longest prompt plus answer of one row."""
-
-
-def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> Contents:
-    """Checks the answers in a dataset store; returns the store's size.
+def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> dict[str, int]:
+    """Checks the answers in a dataset store; returns the store's size, with the keys "rows" (training rows), and
+    "longest_prompt", "longest_answer" and "longest" (prompt plus answer of one row), in tokens.
 
     Raises PromptError if there are too few answers to train on (`gates.least_rows`), or too many bad ones
     (`gates.most_bad`). A bad answer is empty, repeats itself, or has tokens that differ from its text. `left_out`:
@@ -76,12 +64,9 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
             "(least_rows)",
         ),
     )
-    return Contents(
-        num_learned,
-        max(prompt for prompt, _ in lengths),
-        max(answer for _, answer in lengths),
-        max(map(sum, lengths)),
-    )
+    prompts, answers = zip(*lengths, strict=True)
+    longest = {"longest_prompt": max(prompts), "longest_answer": max(answers), "longest": max(map(sum, lengths))}
+    return {"rows": num_learned, **longest}
 
 
 def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.config import EngineConfig
 from paceline.errors import PromptError
-from paceline.loop.distill.config import DistillConfig
 from paceline.loop.distill.price import price as price_student
 from paceline.loop.distill.start import kept_layers
 from paceline.loop.evals.suite import read_suite
 from paceline.loop.flywheel.config import FlywheelConfig
 from paceline.loop.flywheel.run import open_turn
 from paceline.loop.flywheel.stages import Turn, record
-from paceline.loop.flywheel.state import NO_DRAFTER
 from paceline.loop.store.incoming import read_shard, shards_of
 from paceline.report.tables import SILENT, Column, Progress, Table, ignore
 from paceline.simulate.costs.roofline import pass_seconds
@@ -134,7 +133,7 @@ def price(config: FlywheelConfig, *, progress: Progress = SILENT) -> TurnPrice:
     cases = min(evals_share * material.rows, config.evals.limit or math.inf)
     if config.suite or suite.is_file():
         cases = len(read_suite(config.suite or suite))
-    answer_s = _answer_seconds(config, turn.serving.model, material)
+    answer_s = _answer_seconds(turn.engine, config.sampling.at_once, material)
     eval_tokens, answers = cases * material.answer_tokens, 0 if material.sources else material.rows
     train_tokens = (1 - evals_share) * material.rows * material.answer_tokens
     drafter_minutes, drafter_bytes = _drafter(turn, notes)
@@ -189,11 +188,10 @@ def _splits(source: Path) -> list[Path]:
     return [source / split for split in ("train", "evals") if any((source / split).glob("*.parquet"))]
 
 
-def _answer_seconds(config: FlywheelConfig, model: str, material: Material) -> float:
+def _answer_seconds(engine: EngineConfig, batch: int, material: Material) -> float:
     """Seconds per eval answer without a drafter, by the roofline at the evals' batch size."""
-    engine = replace(config.engine, model=model, drafter=NO_DRAFTER)
     target, machine = read_target(engine), machine_of(None, engine.device)
-    deployment, batch = deployment_of(target, machine), config.sampling.at_once
+    deployment = deployment_of(target, machine)
     context = material.prompt_tokens + material.answer_tokens / 2
     pass_s = sum(pass_seconds(target.shape, deployment, batch, 1, context).values()) / batch
     prefill_s = sum(pass_seconds(target.shape, deployment, 1, 256, context).values()) / 256
@@ -206,21 +204,12 @@ def _student(turn: Turn, material: Material, notes: list[str]) -> tuple[float, f
     config, teaching = turn.config, turn.config.student_teaching
     if not material.sources:
         student = config.student_of(turn.number)
-        target = read_target(replace(config.engine, model=turn.serving.model))
+        target = read_target(turn.engine)
         if not student.student:
             kept_layers(student, target.shape.num_layers)  # raises ConfigError on invalid layers
         notes.append("the student's training is priced by its minutes: a step is timed when there are answers")
         return 60 * (teaching.minutes or config.minutes), 0.0, DEFAULT_SHARE
-    teacher = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)
-    distilling = DistillConfig(
-        turn.folder / "student",
-        teacher,
-        material.sources,
-        student=config.student_of(turn.number),
-        teaching=teaching,
-        files=config.files,
-    )
-    figures = price_student(distilling).figures
+    figures = price_student(turn.distilling(material.sources, teaching)).figures
     weights = figures["weights"]
     stored = figures["answers"] + figures["heldout"] if teaching.method == "soft" else figures["heldout"]
     top_k = stored * material.answer_tokens * (8.0 * teaching.top_k + 4)
@@ -232,10 +221,9 @@ def _drafter(turn: Turn, notes: list[str]) -> tuple[float, float]:
     """Estimates a drafter's training: (minutes, disk bytes). The student's drafter is assumed as large as the
     teacher's."""
     config, drafter = turn.config, turn.config.drafter
-    engine = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)
     training = TrainConfig(
         turn.folder / "drafter",
-        engine,
+        turn.engine,
         answers=(turn.folder / "store" / "train",),
         minutes=config.drafter_minutes,
         plan=drafter.plan,

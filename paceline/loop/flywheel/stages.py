@@ -12,15 +12,16 @@ student-drafter   trains a drafter for the student on the student's own answers
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.config import EngineConfig
 from paceline.data.rows import Dropped
 from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.loop.adapt.gate.lineage import Lineage
-from paceline.loop.distill.config import DistillConfig
+from paceline.loop.distill.config import DistillConfig, TeachingConfig
 from paceline.loop.distill.run import distill
 from paceline.loop.evals.make import make_suite
 from paceline.loop.evals.scores import read_scores
@@ -82,6 +83,19 @@ class Turn:
         return Bench(self.config, self.folder, self.of("store")["max_tokens"], self.progress, suites)
 
     @property
+    def engine(self) -> EngineConfig:
+        """Engine settings for the served model, without a drafter."""
+        return replace(self.config.engine, model=self.serving.model, drafter=NO_DRAFTER)
+
+    def distilling(self, answers: tuple[Path, ...], teaching: TeachingConfig) -> DistillConfig:
+        """Returns the settings of the student's training on these folders of answers."""
+        config, out = self.config, self.folder / "student"
+        student, gate = config.student_of(self.number), config.student_gate
+        return DistillConfig(
+            out, self.engine, answers, student=student, teaching=teaching, gate=gate, files=config.files
+        )
+
+    @property
     def earlier_stores(self) -> list[Path]:
         """Folders of the dataset stores of all earlier iterations (turns), on which their models were trained."""
         states = [TurnState.read(turn_folder(self.config, number)) for number in range(1, self.number)]
@@ -114,8 +128,7 @@ def record(turn: Turn) -> StageResult:
             "same command again; or give prompts, which it then answers"
         )
     out = turn.folder / "recorded"
-    engine = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)
-    settings = RegenerateConfig(out, engine, PromptsConfig(config.prompts), config.answering)
+    settings = RegenerateConfig(out, turn.engine, PromptsConfig(config.prompts), config.answering)
     done = regenerate(settings, progress=turn.progress)
     return {"sources": [out / "answers"], "answers": done.num_answers, "tokens": done.num_tokens}
 
@@ -149,8 +162,8 @@ def store(turn: Turn) -> StageResult:
         left_out = data.add(sources, progress=turn.progress)["left_out"]
     contents = checks.check_store(data, left_out, turn.config.gates)
     room = min(turn.config.engine.max_len or ROOM, load_config(resolve(turn.serving.model)).max_position)
-    max_tokens = max(1, min(contents.longest_answer + MORE_TOKENS, room - contents.longest_prompt))
-    return {"store": data.path, "version": data.version, "max_tokens": max_tokens, **asdict(contents)}
+    max_tokens = max(1, min(contents["longest_answer"] + MORE_TOKENS, room - contents["longest_prompt"]))
+    return {"store": data.path, "version": data.version, "max_tokens": max_tokens, **contents}
 
 
 def evals(turn: Turn) -> StageResult:
@@ -229,18 +242,7 @@ def student(turn: Turn) -> StageResult:
     config, teaching = turn.config, turn.config.student_teaching
     if not config.is_given("teaching.max_len"):
         teaching = replace(teaching, max_len=turn.max_len)
-    result = distill(
-        DistillConfig(
-            turn.folder / "student",
-            replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER),
-            (turn.store.path / "train",),
-            student=config.student_of(turn.number),
-            teaching=teaching,
-            gate=config.student_gate,
-            files=config.files,
-        ),
-        progress=turn.progress,
-    )
+    result = distill(turn.distilling((turn.store.path / "train",), teaching), progress=turn.progress)
     model = str(result.gguf or result.student)
     if not result.passed:
         turn.line("student", "refused", model=model, drafter=NO_DRAFTER, why=result.reason)
