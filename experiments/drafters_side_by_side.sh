@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Drafters of several kinds for one target, side by side: lookups (n-gram), a small model (some of the target's own layers, taught
 # by `paceline distill`), EAGLE-3, an MTP layer, DFlash, DFlash 2 and DSpark, trained on the same answers for the same time. Tokens a
-# round, what drafting takes, and speed, as a table and a chart.
+# round, what drafting takes, and speed, as a table.
 #
 #   DATA=path/to/prompt/sets bash experiments/drafters_side_by_side.sh
 #   ANSWERS="runs/a/answers runs/b/answers" PROMPTS="questions.jsonl tasks.jsonl" bash experiments/drafters_side_by_side.sh
