@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from adapt_clients import QUESTIONS, TICKETS, UNSEEN, Done, Known, Traffic
-from adapt_story import LATE_S, Missed, Story, add_arguments, finish, new_folder, noised, watch_options
-from server_process import post
+from adapt_story import LATE_S, Story, add_arguments, finish, new_folder, noised, watch_options
+from server_process import Missed, post
 
 from paceline import LLM, SamplingParams
 from paceline.bench.serving.servers import started

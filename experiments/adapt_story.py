@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from server_process import Missed
 
 from paceline.errors import PacelineError
 from paceline.loop.adapt.log import AdaptLog
@@ -25,10 +26,6 @@ from paceline.runs.folder import record_of, write_results
 
 HOURS, BEGINS_AT, LATE_S = "PACELINE_ADAPT_HOUR_S", 6, 120
 """The run begins at six of a day; an hour is decided about when all of it is two minutes old."""
-
-
-class Missed(Exception):
-    """Raised when something did not come about; says what."""
 
 
 def noised(source: Path, out: Path, noise: float) -> Path:

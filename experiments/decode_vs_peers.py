@@ -44,10 +44,10 @@ from paceline.data.prompts import read_prompts
 from paceline.draft import shipped
 from paceline.draft.dflash.checkpoint import read_stored
 from paceline.draft.formats.export import export
-from paceline.hardware import this_machine
+from paceline.hardware import BusyClock, this_machine
 from paceline.hub import resolve
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.runs.folder import drop_cut_line, write_results
+from paceline.runs.folder import RunFolder, append_lines, write_results
 
 HERE = Path(__file__).parent
 DRAFTS = {"qwen2.5-coder-1.5b": "qwen2.5-coder-0.5b"}
@@ -78,9 +78,7 @@ class Log:
 
     def __init__(self, file: Path, settings: dict[str, Any]) -> None:
         self._file = file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        drop_cut_line(file)
-        self.lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        self.lines = RunFolder(file.parent).lines(file.name)
         if not self.lines:
             self.add(settings=settings)
         if self.lines[0]["settings"] != json.loads(json.dumps(settings)):
@@ -90,8 +88,7 @@ class Log:
 
     def add(self, **line: Any) -> None:
         self.lines.append(line)
-        with self._file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")
+        append_lines(self._file, [line])
 
     def turns(self) -> list[dict[str, Any]]:
         return [line["turn"] for line in self.lines if "turn" in line]
@@ -254,23 +251,11 @@ def vllm_environment(home: Path, ours: dict[str, str]) -> dict[str, str]:
     return kept | {"VLLM_CACHE_ROOT": str(home / "vllm/cache")} | ({"LD_PRELOAD": libraries[0]} if libraries else {})
 
 
-def busy_share(seconds: float) -> float | None:
-    """Share of all cores' time that was not idle while we sleep: spinning threads and strangers. None where the system
-    does not say."""
-    before = processor_times()
+def busy_share(seconds: float) -> float:
+    """Share of all cores' time that others used while we sleep: spinning threads and strangers."""
+    clock = BusyClock()
     time.sleep(seconds)
-    passed = [after - one for after, one in zip(processor_times(), before, strict=True)]
-    return 1 - (passed[3] + passed[4]) / max(sum(passed), 1) if passed else None
-
-
-def processor_times() -> list[int]:
-    """Ticks of all cores together: user, nice, system, idle, waiting for a disk, ...; [] where there is no /proc."""
-    file = Path("/proc/stat")
-    return (
-        [int(ticks) for ticks in file.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
-        if file.exists()
-        else []
-    )
+    return clock.others_share()
 
 
 def arguments() -> argparse.Namespace:

@@ -8,8 +8,6 @@ timings.
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +18,9 @@ from typing import Any
 
 from decode_vs_peers_pipe import Prompts, arguments, own_output, serve
 from server_process import HOST, free_port
+
+from paceline.loop.adapt.servers.counters import ask, is_up
+from paceline.net.streaming import Client
 
 SHORT = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
 WAYS: dict[str, tuple[str, ...]] = {
@@ -39,8 +40,9 @@ class Llama:
     def __init__(self, args: Any) -> None:
         self._args = args
         (way,) = args.ways
-        self._port, rows, threads = free_port(), str(args.streams), str(args.threads)
-        common = ["--host", HOST, "--port", str(self._port), "-m", args.model, "-t", threads, "-tb", threads]
+        port, rows, threads = free_port(), str(args.streams), str(args.threads)
+        self._client = Client(f"http://{HOST}:{port}")
+        common = ["--host", HOST, "--port", str(port), "-m", args.model, "-t", threads, "-tb", threads]
         common += ["-np", rows, "-c", str(-(-args.max_len // 256) * 256 * args.streams)]
         common += ["--cache-ram", "0", "--offline"]
         self._flags = [*common, *(word.format(draft=args.draft) for word in WAYS[way])]
@@ -53,12 +55,9 @@ class Llama:
         while time.monotonic() < ends:
             if self._server.poll() is not None:
                 raise RuntimeError(f"llama-server ended with {self._server.returncode}")
-            try:
-                if self._ask("GET", "/health")[0] == 200:
-                    build = self._ask("GET", "/props")[1].get("build_info")
-                    return {"flags": self._flags, "build": build, "built_with": built_with(Path(self._args.form))}
-            except OSError:
-                pass
+            if is_up(self._client):
+                build = ask(self._client, "GET", "/props").get("build_info")
+                return {"flags": self._flags, "build": build, "built_with": built_with(Path(self._args.form))}
             time.sleep(0.05)
         raise RuntimeError(f"llama-server was not ready after {START_S} s")
 
@@ -93,19 +92,7 @@ class Llama:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        status, answer = self._ask("POST", "/completion", {**body, **greedy})
-        if status != 200:
-            raise RuntimeError(f"llama-server answered {status}: {answer}")
-        return answer
-
-    def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection(HOST, self._port)
-        try:
-            connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        finally:
-            connection.close()
+        return ask(self._client, "POST", "/completion", {**body, **greedy})
 
 
 def built_with(server: Path) -> list[str]:

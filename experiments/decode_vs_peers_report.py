@@ -148,9 +148,8 @@ def show(figures: dict[str, Any], machine: Machine) -> None:
     busy = [
         turn["busy_after"] for result in figures["results"] for row in result["contenders"] for turn in row["turns"]
     ]
-    if max((each for each in busy if each is not None), default=0.0) > IDLE:
-        shares = [each for each in busy if each is not None]
-        print(f"NOT IDLE: busy up to {max(shares):.0%} between turns, {statistics.median(shares):.0%} in the median")
+    if max(busy, default=0.0) > IDLE:
+        print(f"NOT IDLE: busy up to {max(busy):.0%} between turns, {statistics.median(busy):.0%} in the median")
 
 
 def columns() -> list[Column]:

@@ -9,18 +9,13 @@ import itertools
 import os
 import shlex
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapt_story import Missed
-from server_process import HOST, free_port
+from server_process import HOST, Missed, free_port, listens, process, wait_until
 
 from paceline.loop.adapt.servers.counters import ask, is_up, metrics_of
 from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import VLLM_MODULE, Given, Start, command_of
@@ -42,8 +37,6 @@ PRINTED = "is started like this:"
 """Ends the line before the command with which a training wants its vLLM to be started."""
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
 ENDED = "vllm:request_success_total"
-STOP_S = 60.0
-Started = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -78,42 +71,6 @@ def environment(python: Path, cache: Path, key: str | None = None) -> dict[str, 
     if preload := sorted(python.parents[1].glob("lib/libiomp5.so")):
         added["LD_PRELOAD"] = str(preload[0])
     return os.environ | added
-
-
-@contextlib.contextmanager
-def process(words: Sequence[str], log: Path, added: Mapping[str, str] | None = None) -> Iterator[Started]:
-    """A process in a group of its own, which gets SIGTERM at the end of the block, and SIGKILL a minute later."""
-    with log.open("w") as output:
-        started = subprocess.Popen(
-            [*words],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=added,
-            start_new_session=True,
-        )
-    try:
-        yield started
-    finally:
-        try:
-            started.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                started.wait(STOP_S)
-        finally:  # also after a second Ctrl-C: vLLM's engine is a child of its server
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
-
-
-def wait_until(what: str, is_so: Callable[[], bool], started: Started, log: Path, seconds: float) -> None:
-    """Raises Missed if the process ends first, or after these seconds; with the end of its log."""
-    ends = time.monotonic() + seconds
-    while not is_so():
-        status = started.poll()
-        if status is not None or time.monotonic() > ends:
-            how = f"not within {seconds:.0f} s" if status is None else f"it ended with status {status}"
-            raise Missed(f"{what}: {how}; see {log}: {' '.join(log.read_text(errors='replace')[-600:].split())}")
-        time.sleep(0.5)
 
 
 class Replica:
@@ -217,12 +174,6 @@ def hidden_states(printed: Sequence[str], python: Path, port: int, limits: Limit
     with process([*polite, *words], log, environment(python, folder / "vllm-cache")) as started:
         wait_until("the vLLM for hidden states", lambda: is_up(client), started, log, 420)
         yield client
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as attempt:
-        attempt.settimeout(1.0)
-        return attempt.connect_ex((HOST, port)) == 0
 
 
 def num_served(client: Client) -> int:

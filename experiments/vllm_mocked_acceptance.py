@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import statistics
@@ -23,100 +22,77 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from decode_vs_peers import installed, say, vllm_environment
+from decode_vs_peers import installed, say
+from fleet_servers import VLLM_MODULE, environment
 from gguf_to_folder import folder_of
-from server_process import free_port
+from server_process import HOST, free_port, process, wait_until
 
 from paceline import LLM
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.hardware import this_machine
+from paceline.loop.adapt.servers.counters import is_up
+from paceline.net.streaming import Client
 from paceline.report.tables import Column, Table
 from paceline.runs.folder import write_results
 from paceline.simulate.server_logs import parse_server
 
-MODULE = "vllm.entrypoints.openai.api_server"
 PROMPT_TOKENS = 24
 
 
 @contextlib.contextmanager
-def serving(args: argparse.Namespace, model: Path, log: Path, speculative: dict[str, Any] | None) -> Iterator[int]:
-    """vLLM for one stream, without drafts for as many as a round has positions; its port."""
-    port = free_port()
-    python = installed(args.peers_home / "vllm/bin/python", "vllm")
+def serving(args: argparse.Namespace, model: Path, log: Path, speculative: dict[str, Any] | None) -> Iterator[Client]:
+    """vLLM for one stream, without drafts for as many as a round has positions."""
+    port, python = free_port(), Path(installed(args.peers_home / "vllm/bin/python", "vllm"))
     words = ["--model", model, "--dtype", args.dtype, "--enforce-eager", "--max-model-len", 1024]
     words += ["--max-num-seqs", 1 if speculative else args.num_drafted + 1]
-    words += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", port]
+    words += ["--no-enable-prefix-caching", "--host", HOST, "--port", port]
     if speculative:
         words += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls"]
         words += ["vllm_mocked_kernel.MockedAcceptance"]
-    own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(args.threads), "VLLM_LOG_STATS_INTERVAL": "2"}
-    environment = vllm_environment(args.peers_home, {**os.environ, **own}) | {"PYTHONPATH": str(Path(__file__).parent)}
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            [str(python), "-m", MODULE, *map(str, words)], env=environment, stdout=out, stderr=subprocess.STDOUT
-        )
-    try:
-        until = time.monotonic() + 600
-        while not is_up(port):
-            if server.poll() is not None or time.monotonic() > until:
-                sys.exit(f"vLLM does not answer: {log.read_text()[-3000:]}")
-            time.sleep(0.5)
-        yield port
-    except BaseException:
-        say(log.read_text()[-3000:])
-        raise
-    finally:
-        server.terminate()
+    own = {
+        "OMP_NUM_THREADS": str(args.threads),
+        "VLLM_LOG_STATS_INTERVAL": "2",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    own = environment(python, args.peers_home / "vllm/cache") | own
+    client = Client(f"http://{HOST}:{port}")
+    with process([str(python), "-m", VLLM_MODULE, *map(str, words)], log, own) as server:
         try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            wait_until("vLLM", lambda: is_up(client), server, log, 600)
+            yield client
+        except BaseException:
+            say(log.read_text()[-3000:])
+            raise
 
 
-def is_up(port: int) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-        return answer.status == 200
-    return False
-
-
-def decode_rate(port: int, model: Path, number: int, max_tokens: int) -> float:
+def decode_rate(client: Client, model: Path, number: int, max_tokens: int) -> float:
     """Tokens/s of a streamed answer behind its first token, which comes of the prompt's pass."""
     prompt = [1000 + (37 * number + 101 * place) % 40_000 for place in range(PROMPT_TOKENS)]
     body = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    times, tokens = list[float](), 0
-    for line in connection.getresponse():
-        if line.startswith(b"data: {"):
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                sys.exit(f"vLLM failed, see its log: {chunk['error']}")
-            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-            times += [time.perf_counter()] if chunk["choices"] else []
-    connection.close()
-    return (tokens - 1) / (times[-1] - times[0])
+    stream = client.post("/v1/completions", json.dumps(body).encode())
+    chunks = [(at, json.loads(data)) for at, data in stream.events() if data.startswith(b"{")]
+    if stream.failure or stream.status != 200 or any("error" in chunk for _, chunk in chunks):
+        sys.exit(f"vLLM failed, see its log: {stream.failure or stream.body[-300:]!r}")
+    times = [at for at, chunk in chunks if chunk["choices"]]
+    return (chunks[-1][1]["usage"]["completion_tokens"] - 1) / (times[-1] - times[0])
 
 
 def measured(args: argparse.Namespace, model: Path, log: Path, speculative: dict[str, Any] | None) -> dict[str, Any]:
-    with serving(args, model, log, speculative) as port:
-        rates = [decode_rate(port, model, number, args.max_tokens) for number in range(args.answers + 1)][1:]
+    with serving(args, model, log, speculative) as client:
+        rates = [decode_rate(client, model, number, args.max_tokens) for number in range(args.answers + 1)][1:]
         if speculative is None:
             with ThreadPoolExecutor(args.num_drafted + 1) as pool:  # for the log: rounds of as many positions
                 all_rates = pool.map(
-                    lambda number: decode_rate(port, model, number, 2 * args.max_tokens), range(args.num_drafted + 1)
+                    lambda number: decode_rate(client, model, number, 2 * args.max_tokens), range(args.num_drafted + 1)
                 )
                 say(f"{sum(all_rates):.1f} tokens/s of {args.num_drafted + 1} streams together")
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-            length = parse_server(answer.read().decode()).tokens_per_round or 1.0
+        length = parse_server(client.get("/metrics").body.decode()).tokens_per_round or 1.0
     say(f"{statistics.median(rates):.1f} tokens/s at an acceptance length of {length:.2f}")
     return {"tokens_per_s": statistics.median(rates), "runs": rates, "acceptance_length": length}
 
