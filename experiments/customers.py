@@ -29,9 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import stages
 from customers_traffic import LARGE, Customer, as_token_ids, customers
-from regional import stage
 from server_process import post
+from stages import stage
 
 from paceline.bench.serving.servers import started
 from paceline.report.tables import SILENT, Column, Table
@@ -92,8 +93,7 @@ def advice(args: argparse.Namespace, traces: Path) -> dict[str, Any]:
 
 def trained(args: argparse.Namespace, name: str, init: object, minutes: float, *words: object) -> Path:
     """A drafter in `minutes` of steps; every stage reads and adds to the same hidden states."""
-    settings = ("--plan", "off", "--epochs", 1000, "--blocks-per-step", 96, "--anchors", 32, "--loss-vocab", 8192)
-    settings += ("--features", "cached", "--shared-features", args.out / "features", "--serve-share", 0)
+    settings = (*stages.QUICK, "--shared-features", args.out / "features")
     settings += ("--max-tokens", args.max_tokens, "--max-len", 768, "--max-minutes", minutes, "--heldout-every", 250)
     settings += ("--threads", args.threads) if args.threads else ()
     answers = ("--target", args.model, "--answers", args.out / TRACES, "--init", init)
@@ -117,17 +117,16 @@ def measured(args: argparse.Namespace, customer: Customer, drafters: dict[str, P
     """Held-out figures of a customer's drafters, of the default one and of plain decoding, in turns: as served, and
     "full_tokens_per_round" with every draft verified and no prompt lookup."""
     prompts = args.out / f"{customer.tag}.jsonl"
-    rows = as_token_ids(args.model, customer.chats(args.heldout, is_heldout=True))
-    write_whole(prompts, "".join(json.dumps(row) + "\n" for row in rows))
-    names = {"none": "plain", "default": "default"} | {str(folder): name for name, folder in drafters.items()}
-    words = ("bench", "decode", "--model", args.model, "--prompts", prompts, "--drafters", ",".join(names))
+    heldout = as_token_ids(args.model, customer.chats(args.heldout, is_heldout=True))
+    write_whole(prompts, "".join(json.dumps(row) + "\n" for row in heldout))
+    words = ("--model", args.model, "--prompts", prompts)
     words += ("--max-tokens", args.max_tokens, "--max-len", 768, *(("--threads", args.threads) if args.threads else ()))
     figures = dict[str, dict[str, Any]]()
     for speculate, repeat in (("auto", args.repeat), ("full", 1)):
-        name = f"bench-{customer.tag}-{speculate}"
-        folder = stage(args.out, name, *words, "--repeat", repeat, "--speculate", speculate)
-        for row in json.loads((folder / "line.json").read_text())["results"]:
-            figure = figures.setdefault(names[row["drafter"]], row)
+        place = args.out, f"bench-{customer.tag}-{speculate}", {"plain": "none", "default": "default", **drafters}
+        rows = stages.measured(*place, *words, "--repeat", repeat, "--speculate", speculate)
+        for name, row in rows.items():
+            figure = figures.setdefault(name, row)
             figure["full_tokens_per_round"] = row["tokens_per_round"]
             figure["identical"] = min(figure["identical"], row["identical"])
     return figures

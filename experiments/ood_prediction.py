@@ -13,17 +13,16 @@ with the same command.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from regional import stage
-from traffic_curve import WORKLOADS, answered, sample
+from stages import stage
+from traffic_curve import WORKLOADS, answered, sample, training
 
 from paceline.report.tables import Column, Table
-from paceline.runs.folder import write_results
+from paceline.runs.folder import RunFolder, write_results
 
 
 def evaluations(args: argparse.Namespace, workload: str) -> list[dict[str, Any]]:
@@ -31,16 +30,12 @@ def evaluations(args: argparse.Namespace, workload: str) -> list[dict[str, Any]]
     answers = sample(args, workload, answered(args, workload, args.tokens), args.tokens, 0)
     if answers is None:
         raise SystemExit(f"{workload}: fewer than {args.tokens:,} tokens of answers")
-    words: list[object] = ["train", "--target", args.target, "--answers", answers, "--init", "default", "--plan", "off"]
+    words = [*training(args, answers, "default", args.minutes), "--heldout-every", args.every]
     words += ["--heldout", args.out / workload / "heldout.jsonl", "--ood", args.data / "user_instructions.jsonl"]
-    words += ["--epochs", 1000, "--blocks-per-step", 96, "--anchors", 32, "--loss-vocab", 8192, "--lr", "1e-3"]
-    words += ["--features", "cached", "--serve-share", 0, "--heldout-every", args.every]
-    words += ["--max-len", 640 + args.max_tokens, "--max-tokens", args.max_tokens, "--max-minutes", args.minutes]
-    folder = stage(args.out / workload, f"overtrain-{args.tokens}", *words, *args.threads)
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    folder = stage(args.out / workload, f"overtrain-{args.tokens}", *words)
     return [
         {"step": row["step"], "epoch": row["epoch"], "production": row["heldout"]["eal"], "ood": row["ood"]["eal"]}
-        for row in steps
+        for row in RunFolder(folder).metrics()
         if "heldout" in row and "ood" in row
     ]
 

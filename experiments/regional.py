@@ -21,16 +21,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import stages
+from stages import stage
+
 from paceline.hardware import this_machine
 from paceline.report.tables import Column, Table
-from paceline.runs.folder import write_results, write_whole
+from paceline.runs.folder import write_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +46,6 @@ class Domain:
         if not (name.isidentifier() and Path(train).is_file() and Path(heldout).is_file()):
             raise argparse.ArgumentTypeError(f"{text!r}: write NAME=TRAIN.jsonl:HELDOUT.jsonl, files that exist")
         return cls(name, Path(train), Path(heldout))
-
-
-def stage(out: Path, name: str, *words: object) -> Path:
-    """Run a command of paceline unless an earlier run ended it; its folder, where `seconds.json` is the mark. A stage
-    that is resumed counts the seconds of all its runs."""
-    folder = out / name
-    mark, begun = folder / "seconds.json", folder / "seconds-so-far.json"
-    if mark.exists():
-        return folder
-    print(f"== {name}", file=sys.stderr)
-    folder.mkdir(parents=True, exist_ok=True)
-    before = float(json.loads(begun.read_text())) if begun.exists() else 0.0
-    began = time.monotonic()
-    try:
-        command = [sys.executable, "-m", "paceline", *map(str, words), "--out", str(folder), "--json"]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    finally:
-        spent = before + time.monotonic() - began
-        write_whole(begun, json.dumps(spent))
-    write_whole(folder / "line.json", output.splitlines()[-1])
-    write_whole(mark, json.dumps(spent))
-    return folder
 
 
 def answered(args: argparse.Namespace, domain: Domain) -> Path:
@@ -88,18 +66,9 @@ def trained(args: argparse.Namespace, name: str, answers: list[Path], layers: in
 
 def measured(args: argparse.Namespace, domain: Domain, drafters: dict[str, Path]) -> dict[str, dict[str, float]]:
     """Tokens/s and acceptance length of each drafter on a domain's held-out prompts, and of plain decoding."""
-    names = {str(folder): name for name, folder in drafters.items()} | {"none": "plain"}
-    words = ("bench", "decode", "--model", args.target, "--prompts", domain.heldout, "--limit", args.heldout)
-    listed = ",".join(["none", *map(str, drafters.values())])
-    folder = stage(
-        args.out, f"bench-{domain.name}", *words, "--drafters", listed, "--repeat", args.repeat, "--max-tokens", 128
-    )
-    figures = dict[str, dict[str, float]]()
-    for row in json.loads((folder / "line.json").read_text())["results"]:
-        figures[names[row["drafter"]]] = {key: row[key] for key in ("tokens_per_s", "tokens_per_round")}
-    if missing := set(names.values()) - set(figures):
-        sys.exit(f"{folder} has no figures of {', '.join(sorted(missing))}: delete it, and run this again")
-    return figures
+    words = ("--model", args.target, "--prompts", domain.heldout, "--limit", args.heldout, "--repeat", args.repeat)
+    rows = stages.measured(args.out, f"bench-{domain.name}", {"plain": "none", **drafters}, *words, "--max-tokens", 128)
+    return {name: {key: row[key] for key in ("tokens_per_s", "tokens_per_round")} for name, row in rows.items()}
 
 
 def policies(one: str, two: str) -> dict[str, tuple[str, str]]:

@@ -25,8 +25,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import stages
 from customers_traffic import Customer, as_token_ids
-from regional import stage
+from stages import stage
 
 from paceline.data.answers import AnswerShards
 from paceline.report.tables import Column, Table
@@ -135,24 +136,25 @@ def sample(args: argparse.Namespace, workload: str, answers: Path, num_tokens: i
     return folder
 
 
-def trained(args: argparse.Namespace, workload: str, answers: Path, name: str, minutes: float, seed: int) -> Path:
-    words: list[object] = ["train", "--target", args.target, "--answers", answers, "--init", args.init, "--plan", "off"]
-    words += ["--epochs", 1000, "--blocks-per-step", 96, "--anchors", 32, "--loss-vocab", 8192, "--lr", "1e-3"]
-    words += ["--features", "cached", "--shared-features", args.out / workload / "features", "--serve-share", 0]
+def training(args: argparse.Namespace, answers: Path, init: str, minutes: float) -> list[object]:
+    """The words of a training of this many minutes of steps."""
+    words = ["train", "--target", args.target, "--answers", answers, "--init", init, "--lr", "1e-3", *stages.QUICK]
     words += ["--max-len", 640 + args.max_tokens, "--max-tokens", args.max_tokens, "--max-minutes", minutes]
-    words += ["--heldout-share", 0, "--seed", seed, *args.threads]
-    return stage(args.out / workload, name, *words) / "drafter"
+    return [*words, *args.threads]
+
+
+def trained(args: argparse.Namespace, workload: str, answers: Path, name: str, minutes: float, seed: int) -> Path:
+    words = [*training(args, answers, args.init, minutes), "--shared-features", args.out / workload / "features"]
+    return stage(args.out / workload, name, *words, "--heldout-share", 0, "--seed", seed) / "drafter"
 
 
 def measured(args: argparse.Namespace, workload: str, drafters: Sequence[object]) -> list[dict[str, Any]]:
     """Acceptance lengths of `drafters` on the workload's held-out prompts, in their order."""
-    words: list[object] = ["bench", "decode", "--model", args.target, "--speculate", "full", "--repeat", 1]
-    words += ["--batch", 8, "--prompts", args.out / workload / "heldout.jsonl", "--max-tokens", args.max_tokens]
-    words += ["--drafters", ",".join(map(str, drafters)), "--max-len", 1024, *args.threads]
-    line = stage(args.out / workload, f"bench-{len(drafters)}", *words) / "line.json"
-    rows = {row["drafter"]: row for row in json.loads(line.read_text())["results"]}
-    keys = ("tokens_per_round", "tokens_per_round_interval")
-    return [{key: rows[str(drafter)][key] for key in keys} for drafter in drafters]
+    words = ["--model", args.target, "--prompts", args.out / workload / "heldout.jsonl", "--repeat", 1, "--batch", 8]
+    words += ["--max-tokens", args.max_tokens, "--speculate", "full", "--max-len", 1024, *args.threads]
+    named = {str(drafter): drafter for drafter in drafters}
+    rows = stages.measured(args.out / workload, f"bench-{len(drafters)}", named, *words)
+    return [{key: row[key] for key in ("tokens_per_round", "tokens_per_round_interval")} for row in rows.values()]
 
 
 def curve_of(args: argparse.Namespace, workload: str) -> list[dict[str, Any]]:

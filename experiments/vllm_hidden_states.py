@@ -22,17 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import stages
 from fleet_servers import HOST, Limits, free_port, hidden_states, num_served, printed_command
-from regional import stage
+from stages import LINE, MARK, stage
 
 from paceline.hardware import this_machine
 from paceline.hub import resolve
 from paceline.model.gguf.to_folder import write_folder
 from paceline.report.tables import Column, Table
 from paceline.runs.folder import write_results, write_whole
-
-LINE, ENDED = "line.json", "seconds.json"
-"""Files of a stage that has ended: its last line, and its mark (regional.stage)."""
 
 
 def training(args: argparse.Namespace, answers: Path, seed: int) -> list[str]:
@@ -57,7 +55,7 @@ def child(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
 def trained_by_vllm(args: argparse.Namespace, words: list[str]) -> Path:
     """Trains with the hidden states of a vLLM, which is started by the command that the training prints."""
     folder, port = args.out / "train-vllm", free_port()
-    if (folder / ENDED).exists():
+    if (folder / MARK).exists():
         return folder / "drafter"
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "training.log"
@@ -75,23 +73,16 @@ def trained_by_vllm(args: argparse.Namespace, words: list[str]) -> Path:
     if begun.returncode:
         sys.exit(f"the training ended with status {begun.returncode}: see {log}")
     write_whole(folder / LINE, output.splitlines()[-1])
-    write_whole(folder / ENDED, json.dumps({"documents_by_vllm": documents}))
+    write_whole(folder / MARK, json.dumps({"documents_by_vllm": documents}))
     return folder / "drafter"
 
 
 def measured(args: argparse.Namespace, drafters: dict[str, Path]) -> list[dict[str, Any]]:
     """The acceptance length of each drafter on held-out prompts, greedy, every draft checked; with an interval."""
-    words = ("bench", "decode", "--model", args.target, "--dtype", args.dtype, "--prompts", args.heldout)
-    words += ("--limit", args.num_heldout, "--drafters", ",".join(map(str, drafters.values())))
-    folder = stage(args.out, "bench", *words, "--speculate", "full", "--max-tokens", args.max_tokens)
-    names = {str(path): name for name, path in drafters.items()}
+    words = ("--model", args.target, "--dtype", args.dtype, "--prompts", args.heldout, "--limit", args.num_heldout)
+    rows = stages.measured(args.out, "bench", drafters, *words, "--speculate", "full", "--max-tokens", args.max_tokens)
     keys = ("tokens_per_round", "tokens_per_round_interval", "num_output_tokens")
-    results = json.loads((folder / LINE).read_text())["results"]
-    return [
-        {"drafter": names[row["drafter"]]} | {key: row[key] for key in keys}
-        for row in results
-        if row["drafter"] in names
-    ]
+    return [{"drafter": name} | {key: row[key] for key in keys} for name, row in rows.items()]
 
 
 def main() -> None:
@@ -108,7 +99,7 @@ def main() -> None:
         "vllm": trained_by_vllm(args, words[0]),
     }
     rows = measured(args, drafters)
-    served = json.loads((args.out / "train-vllm" / ENDED).read_text())
+    served = json.loads((args.out / "train-vllm" / MARK).read_text())
     names = ("dtype", "limit", "num_heldout", "steps", "max_tokens", "max_len")
     record = {"model": args.model, "settings": {name: getattr(args, name) for name in names}, "drafters": rows}
     write_results(args.save_results or args.out / "results.json", record | served | {"machine": this_machine("cpu")})
