@@ -30,13 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from adapt_clients import QUESTIONS, TICKETS, UNSEEN, Done, Known, Traffic
-from adapt_story import LATE_S, Story, add_arguments, finish, new_folder, noised, watch_options
+from adapt_story import Story, add_arguments, finish, new_folder, watch_options
 from server_process import Missed, post
 
 from paceline import LLM, SamplingParams
 from paceline.bench.serving.servers import started
 from paceline.data.prompts import read_prompts
-from paceline.loop.adapt.gate.lineage import Lineage
 from paceline.report.tables import SILENT
 
 __all__ = ["Done", "Run", "Traffic", "verdicts"]
@@ -80,11 +79,7 @@ class Run(Story):
     def adapted(self, traffic: Traffic, daemon: subprocess.Popen[bytes]) -> Path:
         """From questions to tickets, a training, a swap; the drafter that serves then."""
         options = self.options
-        self.until_calm(daemon)
-        self.mark("tickets begin")
-        traffic.shares = {TICKETS: 1 - options.rest, QUESTIONS: options.rest}
-        self.say(f"the traffic turns: {1 - options.rest:.0%} tickets")
-        self.wanted("training", ("failed",), 60 * self.hour_s + LATE_S + 60, daemon)
+        self.turn(traffic, daemon)
         self.wanted("swapped", ("refused", "failed"), 60 * (options.minutes + 15), daemon)
         traffic.ask_instead(TICKETS, traffic.prompts[UNSEEN])
         self.wanted("kept", ("rolled back",), 60 * (options.probation_minutes + 5), daemon)
@@ -97,20 +92,16 @@ class Run(Story):
 
     def poisoned(self, traffic: Traffic, daemon: subprocess.Popen[bytes], ours: Path) -> None:
         """Weights with noise: refused by the gate; put in by hand, taken back."""
-        options = self.options
-        bad = noised(ours, self.out / "poisoned", options.noise)
-        since = Lineage(self.state / "lineage.json").entries()[-1]["window"]["since"]
-        self.results["gate_of_the_poisoned"] = self.judged(bad, ours, "--cluster", TICKETS, "--since", since)
+        bad = self.poison(ours)
         before = len(self.events())
         self.mark("forced")
         status, answer = post(traffic.port, {"drafter": str(bad)}, path=f"/admin/drafters/{MEMBER}")
         if status != 200:
             raise Missed(f"the poisoned drafter could not be put in by hand: {status} {answer}")
         self.say("the poisoned one serves, by hand")
-        ended = self.until_event(("rolled back", "kept"), 60 * (options.probation_minutes + 5), daemon, before)
-        self.mark("taken back")
+        ended = self.until_taken_back(daemon, before)
         self.results["after_force"] = {"ended": ended, "serves": self.members(traffic).get(MEMBER), "ours": str(ours)}
-        time.sleep(options.after_s)
+        time.sleep(self.options.after_s)
 
     def go(self) -> None:
         """All of it; the figures are in `results`."""

@@ -17,15 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adapt_clients import QUESTIONS, TICKETS, Traffic
 from safetensors.torch import load_file, save_file
 from server_process import Missed
 
 from paceline.errors import PacelineError
+from paceline.loop.adapt.gate.lineage import Lineage
 from paceline.loop.adapt.log import AdaptLog
 from paceline.runs.folder import record_of, write_results
 
 HOURS, BEGINS_AT, LATE_S = "PACELINE_ADAPT_HOUR_S", 6, 120
 """The run begins at six of a day; an hour is decided about when all of it is two minutes old."""
+SETTINGS: dict[str, Any] = {
+    "rest": 0.15, "think_s": 2.5, "max_tokens": 80, "max_len": 1024, "num_questions": 160, "num_tickets": 200,
+    "num_general": 80, "num_ood": 30, "requests": 40, "learning_rate": 1e-3, "probation_minutes": 1.0, "noise": 1.0,
+    "after_s": 20.0,
+}  # fmt: skip
+"""Of both stories. rest: share of questions among the tickets; think_s: mean seconds that a client waits between its
+requests; num_general, num_ood: prompts of each file; requests: of each set that the gate scores; noise: of the poisoned
+weights, in their deviations; after_s: seconds of traffic behind the last step."""
 
 
 def noised(source: Path, out: Path, noise: float) -> Path:
@@ -131,11 +141,16 @@ class Story:
         self.until(" or ".join(names), seconds, lambda: latest() is not None, daemon)
         return str(latest())
 
-    def until_calm(self, daemon: subprocess.Popen[bytes]) -> None:
-        """Wait until the daemon knows a season."""
+    def turn(self, traffic: Traffic, daemon: subprocess.Popen[bytes]) -> None:
+        """Sends questions until the daemon knows a season, then tickets until it trains."""
         hours = self.options.calm_hours * self.hour_s
         begun = self.mark("questions begin")
         self.until("the season is known", 2 * hours + 60, lambda: time.time() - begun >= hours, daemon)
+        self.mark("tickets begin")
+        rest = self.options.rest
+        traffic.shares = {TICKETS: 1 - rest, QUESTIONS: rest}
+        self.say(f"the traffic turns: {1 - rest:.0%} tickets")
+        self.wanted("training", ("failed",), 60 * self.hour_s + LATE_S + 60, daemon)
 
     def wanted(self, event: str, names: tuple[str, ...], seconds: float, daemon: subprocess.Popen[bytes]) -> None:
         """Wait for `event` or one of `names`; raises Missed if it is one of these."""
@@ -156,6 +171,20 @@ class Story:
         self.say(f"the gate on {drafter.name}: {verdict.get('reason')}")
         return verdict
 
+    def poison(self, ours: Path, *more: str) -> Path:
+        """Writes our drafter's weights with noise; the gate must refuse them."""
+        bad = noised(ours, self.out / "poisoned", self.options.noise)
+        since = Lineage(self.state / "lineage.json").entries()[-1]["window"]["since"]
+        self.results["gate_of_the_poisoned"] = self.judged(bad, ours, "--cluster", TICKETS, "--since", since, *more)
+        return bad
+
+    def until_taken_back(self, daemon: subprocess.Popen[bytes], since: int) -> str:
+        """Wait for the end of the poisoned one's probation, behind the first `since` events; how it ended."""
+        seconds = 60 * (self.options.probation_minutes + 5)
+        ended = self.until_event(("rolled back", "kept"), seconds, daemon, since)
+        self.mark("taken back")
+        return ended
+
 
 def add_arguments(parser: argparse.ArgumentParser, out: str, limit_minutes: float) -> None:
     """Adds the options that both scripts have."""
@@ -168,26 +197,12 @@ def add_arguments(parser: argparse.ArgumentParser, out: str, limit_minutes: floa
     parser.add_argument(
         "--calm-hours", type=float, default=54.0, help="hours of questions; a season needs more than 48"
     )
-    parser.add_argument("--rest", type=float, default=0.15, help="share of questions among the tickets")
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument(
-        "--think-s", type=float, default=2.5, help="seconds that a client waits between requests, on average"
-    )
-    parser.add_argument("--max-tokens", type=int, default=80)
-    parser.add_argument("--max-len", type=int, default=1024)
-    parser.add_argument("--num-questions", type=int, default=160)
-    parser.add_argument("--num-tickets", type=int, default=200)
-    parser.add_argument("--num-general", type=int, default=80, help="of each file")
-    parser.add_argument("--num-ood", type=int, default=30, help="of each file")
-    parser.add_argument("--requests", type=int, default=40, help="of each set that the gate scores")
     parser.add_argument("--minutes", type=float, default=9.0, help="of training")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--probation-minutes", type=float, default=1.0)
-    parser.add_argument("--noise", type=float, default=1.0, help="of the poisoned weights, in their deviations")
-    parser.add_argument("--after-s", type=float, default=20.0, help="seconds of traffic behind the last step")
     parser.add_argument("--limit-minutes", type=float, default=limit_minutes)
     parser.add_argument("--watch-options", default="", help="more words for paceline adapt watch")
     parser.add_argument("--out", type=Path, default=Path(out), help="replaced if it is there")
+    parser.set_defaults(**SETTINGS)
 
 
 def watch_options(options: argparse.Namespace, general: list[Path], ood: list[Path]) -> list[Any]:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from adapt_clients import QUESTIONS, TICKETS, UNSEEN, Done, Known, Traffic, rounds_of_vllm
-from adapt_story import LATE_S, Missed, Story, add_arguments, finish, new_folder, noised, watch_options
+from adapt_story import Missed, Story, add_arguments, finish, new_folder, watch_options
 from fleet_servers import (
     HOST,
     ROOT,
@@ -193,11 +193,7 @@ class Fleet(Story):
     def adapted(self, traffic: Traffic, daemon: subprocess.Popen[bytes]) -> None:
         """From questions to tickets, a training, the canary, and the other replica."""
         options = self.options
-        self.until_calm(daemon)
-        self.mark("tickets begin")
-        traffic.shares = {TICKETS: 1 - options.rest, QUESTIONS: options.rest}
-        self.say(f"the traffic turns: {1 - options.rest:.0%} tickets")
-        self.wanted("training", ("failed",), 60 * self.hour_s + LATE_S + 60, daemon)
+        self.turn(traffic, daemon)
         traffic.think_s = options.think_s * QUIETER  # two cores train and judge, too
         self.train(daemon)
         self.wanted("swapped", ("refused", "failed"), 60 * 12, daemon)
@@ -228,28 +224,16 @@ class Fleet(Story):
     def has_ended(self) -> bool:
         return any(line["event"] in ("swapped", "refused", "failed") for line in self.events())
 
-    def poison(self) -> Path:
-        """Weights with noise, which the gate must refuse."""
-        options = self.options
-        entry = Lineage(self.state / "lineage.json").entries()[-1]
-        ours = Path(entry["drafter"])
-        bad = noised(ours, self.out / "poisoned", options.noise)
-        window = ("--cluster", TICKETS, "--since", entry["window"]["since"], "--held-out-only")
-        self.results["gate_of_the_poisoned"] = self.judged(bad, ours, *window)
-        self.mark("the poisoned one is judged")
-        return bad
-
     def forced(self, bad: Path, daemon: subprocess.Popen[bytes]) -> None:
         """Loads it by hand into the second replica, from which it must be taken back."""
-        options, second = self.options, self.replicas[1]
+        second = self.replicas[1]
         before, served = len(self.events()), second.folder
         second.force(self.folders.given(bad).folder)
         self.mark("forced")
         self.say("the second replica has the poisoned one, by hand")
-        ended = self.until_event(("rolled back", "kept"), 60 * (options.probation_minutes + 5), daemon, before)
-        self.mark("taken back")
+        ended = self.until_taken_back(daemon, before)
         self.results["after_force"] = {"ended": ended, "serves": second.folder, "served_before": served}
-        time.sleep(options.after_s)
+        time.sleep(self.options.after_s)
 
     def go(self) -> None:
         """All of it; the figures are in `results`."""
@@ -266,7 +250,9 @@ class Fleet(Story):
                 with self.traffic.running():
                     self.adapted(self.traffic, daemon)
                 self.on_unseen("unseen_after", direct)
-                bad = self.poison()
+                ours = Path(Lineage(self.state / "lineage.json").entries()[-1]["drafter"])
+                bad = self.poison(ours, "--held-out-only")
+                self.mark("the poisoned one is judged")
                 with self.traffic.running():
                     self.forced(bad, daemon)
             self.results["counted"] = [replica.counts() for replica in self.replicas]
