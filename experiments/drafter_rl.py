@@ -36,6 +36,7 @@ from paceline.engine.llm import LLM
 from paceline.model.target import ForwardBatch, Target
 from paceline.plan.planner import FixedPlanner
 from paceline.report.statistics import Rounds
+from paceline.runs.folder import RunFolder, append_lines
 from paceline.train.config import LossConfig, OptimConfig
 from paceline.train.documents.dataset import Corpus, Document, num_valid_slots, read_corpus
 from paceline.train.features.hidden_states import OnlineFeatures, ScaledFeatures, measure_scale
@@ -194,7 +195,7 @@ def run(args: argparse.Namespace) -> None:
     if args.tiny:
         tiny(args)
     file = args.out / "results.jsonl"
-    done = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    done = RunFolder(args.out).lines(file.name)
     corpus: Corpus = read_corpus([Path(args.answers)], args.max_len, heldout_share=0.2, max_heldout=args.heldout)
     llm = LLM(args.target, drafter="none", device="cpu", dtype="float32", max_batch=1, max_len=2 * args.max_len)
     begun = read_drafter(args.drafter)
@@ -206,7 +207,7 @@ def run(args: argparse.Namespace) -> None:
         done.append(
             {"arm": "begun", "seed": 0, "steps": 0, "tokens_per_round": served(llm, begun, corpus.heldout, args)}
         )
-        file.write_text(json.dumps(done[0]) + "\n")
+        append_lines(file, done)
     for seed in range(args.seeds):
         for name in ("supervised", "rl"):
             if any((each["arm"], each["seed"]) == (name, seed) for each in done):
@@ -216,8 +217,7 @@ def run(args: argparse.Namespace) -> None:
             steps = arm.learn(getattr(arm, name), args.seconds, np.random.default_rng(seed))
             rate = served(llm, arm.finished(), corpus.heldout, args)
             done.append({"arm": name, "seed": seed, "steps": steps, "tokens_per_round": rate})
-            with file.open("a") as log:
-                log.write(json.dumps(done[-1]) + "\n")
+            append_lines(file, done[-1:])
     for each in done:
         print(json.dumps(each))
 

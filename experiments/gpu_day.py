@@ -21,9 +21,7 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -32,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_day_stages.visit import Line, Skipped, Visit
+from gpu_day_stages.visit import Line, Skipped, Visit, nvidia_smi
 
 from paceline.runs.folder import record_of
 
@@ -43,6 +41,7 @@ LAST_S = 3.0
 """Kept free at the end of the day for writing the results."""
 MOST_LOG_BYTES = 15 * 2**20
 CLOCKS = "name,clocks.sm,clocks.mem,temperature.gpu,power.draw"
+"""Of the card, just after a stage."""
 PRELOADED = ("torch", "transformers", "paceline.bench.passes", "paceline.train.learn.loop", "gpu_day_stages.models")
 PRELOADED_IN_TINY = ("torch._dynamo",)
 """Imported by optimisers, in every stage that trains: longer than the stage itself."""
@@ -145,7 +144,7 @@ def run_day(stages: Sequence[Stage], visit: Visit, day: Day, minutes: float, beg
                 visit.earlier = {name: each["lines"] for name, each in day.stages.items()}
                 limit_s = visit.sized(min(stage.limit_s, left_s), left_s)  # in tiny no check may depend on speed
                 run_stage(stage, visit, limit_s, record, log.fileno(), day)
-                record["clocks"] = clocks(visit.device)
+                record["clocks"] = nvidia_smi(CLOCKS) if visit.device.startswith("cuda") else {}
             day.write()
             print(f"{stage.name}: {record['status']} in {record['seconds']:.1f} s {record['why']}", flush=True)
 
@@ -176,18 +175,6 @@ def run_stage(stage: Stage, visit: Visit, limit_s: float, record: dict[str, Any]
     ours.close()
     status, why = verdict(lines, process.exitcode, f"ended at its limit of {limit_s:.0f} s" if was_ended else "")
     record |= {"status": status, "why": why, "seconds": time.monotonic() - began}
-
-
-def clocks(device: str) -> dict[str, str]:
-    """The card's clocks, temperature and power just after a stage, read without touching CUDA."""
-    program = shutil.which("nvidia-smi") if device.startswith("cuda") else None
-    if program is None:
-        return {}
-    with contextlib.suppress(subprocess.SubprocessError):
-        words = [program, f"--query-gpu={CLOCKS}", "--format=csv,noheader"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=5)
-        return dict(zip(CLOCKS.split(","), done.stdout.strip().split(", "), strict=False))
-    return {"unknown": "nvidia-smi did not answer"}
 
 
 def verdict(lines: list[Line], exit_code: int | None, ended: str) -> tuple[str, str]:

@@ -23,15 +23,12 @@ import hashlib
 import json
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from grpo_agents import AGENTS, problems, reward
 
 from paceline.draft import shipped
@@ -47,6 +44,7 @@ from paceline.loop.rl.rollouts import RolloutConfig, Rollouts
 from paceline.loop.rl.with_trl import agent_rollout_func, attempt_reward, task_rows, trl
 from paceline.plan.planner import FixedPlanner
 from paceline.report.statistics import Rounds
+from paceline.runs.folder import RunFolder, append_lines
 from paceline.train.config import OptimConfig
 from paceline.train.tiny import write_tiny_target
 
@@ -94,7 +92,6 @@ class Logged:
         self.still = new_drafter(args, folder) if args.arm == "follow" and args.compare_every else None
         """The drafter of the beginning, which does not follow."""
         self.file = args.out / args.arm / LOG
-        self.file.parent.mkdir(parents=True, exist_ok=True)
 
     def run(self, tasks: list[tuple[Any, int]]) -> list[list[Trajectory]]:
         """Run the agents like AgentRollouts.run."""
@@ -104,8 +101,7 @@ class Logged:
         is_due = self.args.arm != "plain" and self.args.compare_every and figures["step"] % self.args.compare_every == 0
         if is_due:
             figures["again"] = self._again(tasks, figures)
-        with self.file.open("a") as log:
-            log.write(json.dumps(figures) + "\n")
+        append_lines(self.file, [figures])
         text = " / ".join(groups[0][0].texts)
         print(
             f"step {figures['step']}: reward {figures['reward']:.3f}, "
@@ -230,14 +226,9 @@ def cut_log(file: Path, step: int) -> None:
         file.write_text("".join(kept))
 
 
-def read_log(out: Path, arm: str) -> list[dict[str, Any]]:
-    file = out / arm / LOG
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-
 def report(args: argparse.Namespace) -> dict[str, Any]:
     """Results of the variants so far: means of the first and of the last `--ends` steps."""
-    arms = {arm: lines for arm in ("plain", "follow") if (lines := read_log(args.out, arm))}
+    arms = {arm: lines for arm in ("plain", "follow") if (lines := RunFolder(args.out / arm).lines(LOG))}
     if not arms:
         raise SystemExit(f"there is no arm in {args.out}: run one with --arm")
     ends, result = max(1, args.ends), dict[str, Any]()

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu_day_stages.attention_cases import CASES, by_loop, difference
 from gpu_day_stages.mixture_kernels import a_delta_net, experts_of_a_layer
 from gpu_day_stages.models import Clock, free_memory, graphed, shape_of, shares, summary
-from gpu_day_stages.visit import Skipped, Visit
+from gpu_day_stages.visit import Visit
 from paceline.model.torch.attention import attend_rows
 from paceline.model.torch.kernels.attend import Sight, attend, run_kernels, twin
 from paceline.model.torch.kernels.available import can_use
@@ -54,8 +54,7 @@ def attention_times(visit: Visit) -> None:
     for context in visit.sized((4096, 256, 16384, 32768), (40,)):
         for name in ("8B", "27B"):
             for count in (1, 16):
-                if visit.left_s < 2:
-                    raise Skipped("no time is left")
+                visit.need(2)
                 _attention(visit, name, count, context)
                 free_memory()
 

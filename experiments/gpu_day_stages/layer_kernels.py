@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpu_day_stages.models import Clock, graphed, shape_of, summary
-from gpu_day_stages.visit import Skipped, Visit
+from gpu_day_stages.visit import Visit
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.torch.attention import Rope
 from paceline.model.torch.heads import heads_twin, split_heads
@@ -51,8 +51,7 @@ def layer_kernels(visit: Visit) -> None:
         for case in cases(visit, num_tokens, visit.sized(torch.bfloat16, torch.float32)):
             name = f"kernel: {case.name}, {num_tokens} tokens"
             with visit.part(name):
-                if visit.left_s < LEAST_S:
-                    raise Skipped("no time is left")
+                visit.need(LEAST_S)
                 visit.report(name, us=launch_us(visit, case.ours), twin_us=launch_us(visit, case.twin))
     check(visit, torch.float32)
 
@@ -63,8 +62,7 @@ def check(visit: Visit, dtype: torch.dtype) -> None:
         for case in cases(visit, num_tokens, dtype):
             name = f"{case.name}, {num_tokens} tokens, {str(dtype).removeprefix('torch.')}"
             with visit.part(name):
-                if visit.left_s < LEAST_S:
-                    raise Skipped("no time is left")
+                visit.need(LEAST_S)
                 error = largest_difference(case)
                 visit.check(name, error <= BOUNDS[dtype], error=error)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from importlib.metadata import distributions
@@ -13,7 +11,7 @@ from importlib.metadata import distributions
 import torch
 
 from gpu_day_stages.models import Clock, datasheet_rate, summary
-from gpu_day_stages.visit import Visit
+from gpu_day_stages.visit import Visit, nvidia_smi
 
 MODULES = ("paceline.engine.llm", "paceline.train.run", "paceline.bench.runs", "paceline.draft.registry")
 WANTED = ("gguf", "llguidance", "fastapi", "scipy", "pyarrow", "pytest", "safetensors", "tokenizers", "triton")
@@ -50,12 +48,7 @@ def card(device: str) -> dict[str, object]:
         "cuda": torch.version.cuda,
         "datasheet_bytes_per_s": datasheet_rate(device),
     }
-    if shutil.which("nvidia-smi"):
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=10
-        )
-        figures |= dict(zip(QUERY.split(","), done.stdout.strip().split(", "), strict=False))
-    return figures
+    return figures | nvidia_smi(QUERY)
 
 
 def ceilings(visit: Visit) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu_day_stages.layer_kernels import BOUNDS, launch_us
 from gpu_day_stages.models import read_rate, shape_of, weights
-from gpu_day_stages.visit import Skipped, Visit
+from gpu_day_stages.visit import Visit
 from paceline.model.checkpoint import expected_shapes
 from paceline.model.torch.delta_cache import HALF, DeltaCache, FixedStage
 from paceline.model.torch.delta_net import L2_EPS, DeltaNet
@@ -36,8 +36,7 @@ def experts_of_a_layer(visit: Visit) -> None:
     config, dtype = shape_of(visit, "30B-A3B"), visit.sized(torch.bfloat16, torch.float32)
     layer, kind = _experts(visit, dtype), {"dtype": dtype, "device": visit.device}
     for count in visit.sized((1, 16, 100), (1, 16)):
-        if visit.left_s < LEAST_S:
-            raise Skipped("no time is left")
+        visit.need(LEAST_S)
         inputs_TD = torch.randn(count, config.hidden_size, **kind)
         live_T = torch.ones(count, dtype=torch.bool, device=visit.device)
         ours = layer(inputs_TD, live_T)
@@ -93,8 +92,7 @@ def a_delta_net(visit: Visit) -> None:
     memory.decays_BNH.abs_().neg_()
     for count in visit.sized((1, 16), (1, 4)):
         for held in (HALF, room):
-            if visit.left_s < LEAST_S:
-                raise Skipped("no time is left")
+            visit.need(LEAST_S)
             stage = _stage(count, held, room, visit.device)
             fused_TX = torch.randn(
                 count, config.delta.channels + config.delta.values + 2 * config.delta.num_value_heads

@@ -22,7 +22,7 @@ from gpu_day_stages.models import (
     shares,
     summary,
 )
-from gpu_day_stages.visit import Skipped, Visit
+from gpu_day_stages.visit import Visit
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.model.torch.decoder import Decoder
 
@@ -33,8 +33,7 @@ def plain(visit: Visit) -> None:
     """A pass of one token, by shape and context, as a share of what reading its weights and its cache takes."""
     for name in ("8B", "1.5B", "27B", "32B"):
         with visit.part(f"plain {name}"):
-            if visit.left_s < visit.sized(8, 0):
-                raise Skipped("no time is left")
+            visit.need(visit.sized(8, 0))
             _plain(visit, name, visit.sized((256, 4096, 16384), (16, 40)))
         free_memory()
 
@@ -61,8 +60,7 @@ def mock(visit: Visit) -> None:
     context = visit.sized(4096, 24)
     for name, size in (("8B", context), ("27B", context), ("8B", 256)):
         with visit.part(f"mock {name} at {size}"):
-            if visit.left_s < visit.sized(8, 0):
-                raise Skipped("no time is left")
+            visit.need(visit.sized(8, 0))
             _mock(visit, name, visit.sized(size, 24))
         free_memory()
 

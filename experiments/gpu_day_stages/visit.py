@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +25,18 @@ PREDICTED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("pr
 """Estimates made before any GPU was used, by what is measured: ms of the code as it was, and of its floor."""
 Choice = TypeVar("Choice")
 Line = dict[str, Any]
+
+
+def nvidia_smi(names: str) -> dict[str, str]:
+    """The card's properties of these names, separated by commas, read without touching CUDA; {} without nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    with contextlib.suppress(subprocess.SubprocessError):
+        words = [program, f"--query-gpu={names}", "--format=csv,noheader"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=5)
+        return dict(zip(names.split(","), done.stdout.strip().split(", "), strict=False))
+    return {"unknown": "nvidia-smi did not answer"}
 
 
 class Skipped(Exception):
@@ -63,6 +77,11 @@ class Visit:
     def goal(self, name: str, value: float, least: float) -> None:
         """Reports a figure that the design promises: at least `wanted`. Reported only; not judged on tiny shapes."""
         self.send({"goal": name, "value": value, "wanted": least, "met": None if self.is_tiny else value >= least})
+
+    def need(self, seconds: float) -> None:
+        """Raises Skipped if less time is left."""
+        if self.left_s < seconds:
+            raise Skipped("no time is left")
 
     def leave_out(self, name: str, why: str) -> None:
         self.send({"left_out": name, "why": why})
