@@ -18,14 +18,19 @@ import sys
 import tempfile
 import types
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.draft.eagle3.drafter import Eagle3Drafter
-from paceline.model.torch.attention import Rope, rope_tables
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import Features, FeatureSource
+from paceline.train.learn.packs import Packer
+from paceline.train.methods.eagle3 import Eagle3Trainable
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LENGTH, STEPS, MOST = 64, 200, 50, 24, 3, 1e-5
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -108,32 +113,13 @@ def package_steps(model: Any, taps: Tensor, tokens: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def our_steps(drafter: Eagle3Drafter, taps: Tensor, tokens: Tensor) -> list[Tensor]:
-    network, config = drafter.network, drafter.config
-    rope = Rope(*rope_tables(config.shape, LENGTH + STEPS + 2))
-    kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    logits: list[Tensor] = []
-    hidden, step = network.features(taps), 0
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        tables = rope.tables([1 + step + place for place in range(LENGTH)])
-        query, key = rope.rotate(query, tables), rope.rotate(key, tables)
-        before = kept.setdefault(layer, [])
-        before.append((key, value))
-        group = query.shape[1] // key.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", query, before[0][0].repeat_interleave(group, 1))
-        scores = scores + torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
-        own = [(query * each.repeat_interleave(group, 1)).sum(-1).T[..., None] for each, _ in before[1:]]
-        weights = torch.softmax(torch.cat([scores, *own], dim=-1) * query.shape[-1] ** -0.5, dim=-1)
-        out = torch.einsum("hqk,khd->qhd", weights[..., :LENGTH], before[0][1].repeat_interleave(group, 1))
-        for number, (_, each) in enumerate(before[1:]):
-            out = out + weights[..., LENGTH + number].T[..., None] * each.repeat_interleave(group, 1)
-        return out.flatten(1)
-
-    for step in range(STEPS):
-        shifted = torch.cat([tokens[step:], tokens.new_zeros(step)])
-        hidden, normed = network(network.embed_tokens(shifted), hidden, attend)
-        logits.append(network.lm_head(normed))
-    return logits
+    """The same by our training: a block of STEPS drafts begins behind every position of the text."""
+    network, features = drafter.network, cast(FeatureSource, SimpleNamespace(of=lambda number: Features(taps, None)))
+    text = np.array([0, *tokens.tolist(), *[0] * STEPS], dtype=np.int32)
+    pack = Packer(1 + STEPS, [Document("text", text, 1)], features).pack([(0, np.arange(1, LENGTH + 1))])
+    trainable = Eagle3Trainable(network, drafter.config.raw, 1 + STEPS)
+    hidden = trainable.hidden(pack, network.embed_tokens.weight, is_autocast=False)
+    return [*network.lm_head(hidden).unflatten(0, (LENGTH, STEPS)).unbind(1)]
 
 
 def difference(name: str, folder: Path) -> float:
