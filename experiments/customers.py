@@ -21,8 +21,6 @@ import json
 import random
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -81,14 +79,6 @@ def record_traffic(args: argparse.Namespace) -> Path:
         rate = sent(int(url.rpartition(":")[2]), requests, args.max_tokens)
     write_whole(mark, json.dumps({"requests": len(requests), "tokens_per_s": rate}))
     return folder
-
-
-def advice(args: argparse.Namespace, traces: Path) -> dict[str, Any]:
-    """Returns the JSON of `paceline advise --by tag` about the traffic."""
-    words = ["advise", str(traces), "--by", "tag", "--model", args.model, "--run", "none", "--json"]
-    command = [sys.executable, "-m", "paceline", *words]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
 
 
 def trained(args: argparse.Namespace, name: str, init: object, minutes: float, *words: object) -> Path:
@@ -176,7 +166,7 @@ def main() -> int:
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     traces = record_traffic(args)
-    advised = advice(args, traces)
+    advised = stages.paceline("advise", traces, "--by", "tag", "--model", args.model, "--run", "none")
     body = trained(args, "body", "default", args.body_minutes, "--lr", RATES["all"])
     drafters = own_drafters(args, body)
     rows = {customer.tag: measured(args, customer, drafters[customer.tag]) for customer in customers()}

@@ -24,7 +24,7 @@ import torch
 from paceline.config import EngineConfig
 from paceline.model.backends import form_of, load_target
 from paceline.model.target import ForwardBatch, Target
-from paceline.runs.folder import record_of
+from paceline.runs.folder import write_results
 
 CONTEXT = 64
 """Tokens before the timed ones."""
@@ -135,9 +135,7 @@ def main(words: list[str] | None = None) -> None:
         ms = row["ms"]
         cells = [f"{ms['torch']:.2f}", f"{ms['native']:.2f}", f"{ms['torch'] / ms['native']:.1f}", f"{ms['q4_k']:.2f}"]
         print("| " + " | ".join([row["family"], *cells]) + " |")
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    line = record_of({"threads": torch.get_num_threads(), "options": options, "rows": rows})
-    (args.out / "results.json").write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
+    write_results(args.out / "results.json", {"threads": torch.get_num_threads(), "options": vars(args), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -26,13 +26,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from gguf_to_folder import folder_of
-from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, target_shape, target_weights
+from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, target_shape, target_weights, targets
 
 from paceline import LLM
 from paceline.data.prompts import read_prompts
@@ -102,7 +100,8 @@ def main() -> None:
         sys.exit(row["relative"] > ENOUGH or row["same_drafts"][0] < NUM_BLOCKS)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        target = written_target(Path(scratch) / "target")
+        target = Path(scratch) / "target"
+        targets()[0].save_pretrained(target)
         for name, (raw, ids) in CASES.items():
             rows.append({"case": name, **compared(raw, ids, target, Path(scratch) / name.replace(" ", "-"))})
             print(json.dumps(rows[-1]))
@@ -113,22 +112,6 @@ def main() -> None:
         write_results(options.out, {"rows": rows, "worst": worst}, peers)
     is_same = all(row["same_drafts"][0] == NUM_BLOCKS for row in rows if "same_drafts" in row)
     sys.exit(worst > ENOUGH or not is_same)
-
-
-def written_target(folder: Path) -> Path:
-    shape = target_shape(HIDDEN, VOCAB)
-    sizes = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": TARGET_LAYERS,
-        "num_attention_heads": 4,
-    }
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, num_key_value_heads=2, architectures=["LlamaForCausalLM"], **sizes
-    )
-    config.save_pretrained(folder)
-    save_file(dict(target_weights(shape)), folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 def compared(raw: dict[str, Any], ids: list[int] | None, target: Path, out: Path) -> dict[str, Any]:

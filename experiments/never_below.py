@@ -39,7 +39,7 @@ from paceline.data.prompts import read_prompts
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.engine.engine import Engine
-from paceline.runs.folder import record_of
+from paceline.runs.folder import write_results
 from paceline.types import LOOKUP, NONE
 
 PROC_STAT, STEAL = Path("/proc/stat"), 8
@@ -284,8 +284,8 @@ def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting,
         "least": [least[key] for key in ("prompts", "batch", "temperature", "drafter")],
     }
     if args.out:
-        record = record_of({"dtype": llms["none"].config.dtype, "disturbed": disturbed, "results": results})
-        Path(args.out).write_text(json.dumps(record | line, indent=1))
+        figures = {"dtype": llms["none"].config.dtype, "disturbed": disturbed, "results": results}
+        write_results(Path(args.out), figures | line)
     print(json.dumps(line), flush=True)
 
 

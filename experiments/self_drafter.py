@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from paceline.bench.comparison import transformers_model
 from paceline.hardware import this_machine
 from paceline.hub import resolve
+from paceline.report.statistics import bootstrap, ratio_of_sums
 from paceline.report.tables import Column, Table
 from paceline.runs.folder import write_results
 from paceline.train.documents.dataset import Document, read_corpus
 
 MOST_DRAFTS = 8
-NUM_DRAWS = 1000
 
 
 @torch.inference_mode()
@@ -79,10 +79,9 @@ def figures(name: str, lengths: list[list[int]], cost: float) -> dict[str, Any]:
     for drafts in range(1, MOST_DRAFTS + 1):
         sums = np.array([sum(1 + min(each, drafts) for each in row) for row in lengths], dtype=np.float64)
         counts = np.array([len(row) for row in lengths])
-        draws = np.random.default_rng(0).choice(len(sums), (NUM_DRAWS, len(sums)))
         length, ceiling = sums.sum() / counts.sum(), sums.sum() / counts.sum() / (1 + drafts * cost)
         if not best or ceiling > best["ceiling"]:
-            interval = np.quantile(sums[draws].sum(1) / counts[draws].sum(1), (0.025, 0.975)).tolist()
+            interval = bootstrap([*zip(sums, counts, strict=True)], ratio_of_sums)
             best = {"drafts": drafts, "length": length, "interval": interval, "ceiling": ceiling}
     return {"name": name, "cost": cost, **best}
 

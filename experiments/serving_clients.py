@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
+
+from paceline.net.served_model import served_name
+from paceline.net.streaming import Client
 
 BUILTIN = Path(__file__).parent.parent / "paceline" / "bench" / "prompts.jsonl"
 NUM_PROMPTS = 32
@@ -58,12 +60,6 @@ def write_prompts(file: Path) -> None:
     texts = [json.loads(line)["prompt"] for line in BUILTIN.read_text(encoding="utf-8").splitlines()]
     rows = [{"prompt": f"Question {number + 1}. {texts[number % len(texts)]}"} for number in range(NUM_PROMPTS)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def model_of(url: str) -> str:
-    """The first that the server names."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
-        return json.load(answer)["data"][0]["id"]
 
 
 def report_sweep(file: Path) -> int:
@@ -168,7 +164,7 @@ def main(words: list[str]) -> int:
         case ["prompts", file]:
             write_prompts(Path(file))
         case ["model", url]:
-            print(model_of(url))
+            print(served_name(Client(url), None))
         case ["sweep", file]:
             return report_sweep(Path(file))
         case ["tasks", folder]:

@@ -22,6 +22,12 @@ QUICK = (
 """Options of `paceline train` for a few minutes of steps on a workload, from a trained drafter."""
 
 
+def paceline(*words: object) -> dict[str, Any]:
+    """The JSON line of a command of paceline."""
+    command = [sys.executable, "-m", "paceline", *map(str, words), "--json"]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+
+
 def stage(out: Path, name: str, *words: object) -> Path:
     """Run a command of paceline unless an earlier run ended it; its folder, where `seconds.json` is the mark. A stage
     that is resumed counts the seconds of all its runs."""
@@ -34,12 +40,11 @@ def stage(out: Path, name: str, *words: object) -> Path:
     before = float(json.loads(begun.read_text())) if begun.exists() else 0.0
     began = time.monotonic()
     try:
-        command = [sys.executable, "-m", "paceline", *map(str, words), "--out", str(folder), "--json"]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        line = paceline(*words, "--out", folder)
     finally:
         spent = before + time.monotonic() - began
         write_whole(begun, json.dumps(spent))
-    write_whole(folder / LINE, output.splitlines()[-1])
+    write_whole(folder / LINE, json.dumps(line))
     write_whole(mark, json.dumps(spent))
     return folder
 

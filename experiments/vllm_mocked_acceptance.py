@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from decode_vs_peers import installed, say
 from fleet_servers import VLLM_MODULE, environment
 from gguf_to_folder import folder_of
 from server_process import HOST, free_port, process, wait_until
+from stages import paceline
 
 from paceline import LLM
 from paceline.draft.dflash.drafter import DFlashDrafter
@@ -101,11 +101,6 @@ def curve(length: float, num_drafted: int) -> str:
     """Survival by draft position for this acceptance length, as vLLM mocks it: whole drafts, then a share of one."""
     shares = [min(max(length - 1 - place, 0.0), 1.0) for place in range(num_drafted)]
     return "survival:" + ",".join(f"{share:g}" for share in shares)
-
-
-def paceline(*words: object) -> dict[str, Any]:
-    command = [sys.executable, "-m", "paceline", *map(str, words), "--json"]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
 
 
 def predicted(args: argparse.Namespace, model: Path, log: Path, params: int, length: float) -> dict[str, Any]:

@@ -15,9 +15,7 @@ beside. Exit status 1 where a text differs, or tokens a round by more than `--to
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ from decode_vs_peers import installed, say, vllm_environment
 from decode_vs_peers_pipe import Prompts, Worker
 from decode_vs_peers_vllm import NUM_DRAFTED
 from gguf_to_folder import folder_of
+from stages import paceline
 
 from paceline import LLM, SamplingParams
 from paceline.data.prompts import read_prompts
@@ -86,13 +85,6 @@ def figures(token_ids: Prompts, rounds: list[int], counter: float) -> dict[str, 
     return {"token_ids": token_ids, "rounds": rounds, "tokens_per_round": brings, "of_its_counters": counter}
 
 
-def exported(drafter: str, form: str, model: str, out: Path) -> list[str]:
-    """Texts on what the export left out."""
-    words = ["export", drafter, "--format", form, "--model", model, "--out", str(out), "--json"]
-    done = subprocess.run([sys.executable, "-m", "paceline", *words], check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)["left_out"]
-
-
 def main() -> None:
     args = arguments()
     model = str(
@@ -104,7 +96,8 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {"paceline": own}
     with tempfile.TemporaryDirectory(prefix="paceline-exports-") as scratch:
         for form in FORMATS:
-            left_out = exported(drafter, form, model, Path(scratch) / form)
+            words = ("export", drafter, "--format", form, "--model", model, "--out", Path(scratch) / form)
+            left_out = paceline(*words)["left_out"]
             say(f"vLLM: {form}" + "".join(f"; left out: {each}" for each in left_out))
             results[form] = theirs(model, Path(scratch) / form, prompt_ids, list(map(len, own["token_ids"])), args)
             results[form]["left_out"] = left_out
