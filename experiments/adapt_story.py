@@ -4,7 +4,6 @@ time, a poisoned drafter, and the JSON object at the end."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -12,14 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from adapt_clients import QUESTIONS, TICKETS, Traffic
 from safetensors.torch import load_file, save_file
-from server_process import Missed
+from server_process import Missed, Started, process
 
 from paceline.errors import PacelineError
 from paceline.loop.adapt.gate.lineage import Lineage
@@ -93,18 +93,8 @@ class Story:
 
     # Beside the servers
 
-    @contextlib.contextmanager
-    def watching(self, command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-        with (self.out / "watch.log").open("w") as log:
-            process = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
-            try:
-                yield process
-            finally:
-                process.terminate()
-                try:
-                    process.wait(60)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+    def watching(self, command: list[str]) -> AbstractContextManager[Started]:
+        return process(command, self.out / "watch.log", self.environment)
 
     def events(self) -> list[dict[str, Any]]:
         """The daemon's logged events; prints new ones."""
@@ -114,7 +104,7 @@ class Story:
         self._num_printed = len(lines)
         return lines
 
-    def until(self, what: str, seconds: float, is_so: Callable[[], bool], daemon: subprocess.Popen[bytes]) -> None:
+    def until(self, what: str, seconds: float, is_so: Callable[[], bool], daemon: Started) -> None:
         """Wait; raises Missed when it does not come."""
         ends, printed = time.time() + seconds, time.time()
         while not is_so():
@@ -130,9 +120,7 @@ class Story:
             time.sleep(1.0)
         self.mark(what)
 
-    def until_event(
-        self, names: tuple[str, ...], seconds: float, daemon: subprocess.Popen[bytes], since: int = 0
-    ) -> str:
+    def until_event(self, names: tuple[str, ...], seconds: float, daemon: Started, since: int = 0) -> str:
         """Wait for one of these events behind the first `since`; which it was."""
 
         def latest() -> str | None:
@@ -141,7 +129,7 @@ class Story:
         self.until(" or ".join(names), seconds, lambda: latest() is not None, daemon)
         return str(latest())
 
-    def turn(self, traffic: Traffic, daemon: subprocess.Popen[bytes]) -> None:
+    def turn(self, traffic: Traffic, daemon: Started) -> None:
         """Sends questions until the daemon knows a season, then tickets until it trains."""
         hours = self.options.calm_hours * self.hour_s
         begun = self.mark("questions begin")
@@ -152,7 +140,7 @@ class Story:
         self.say(f"the traffic turns: {1 - rest:.0%} tickets")
         self.wanted("training", ("failed",), 60 * self.hour_s + LATE_S + 60, daemon)
 
-    def wanted(self, event: str, names: tuple[str, ...], seconds: float, daemon: subprocess.Popen[bytes]) -> None:
+    def wanted(self, event: str, names: tuple[str, ...], seconds: float, daemon: Started) -> None:
         """Wait for `event` or one of `names`; raises Missed if it is one of these."""
         if (ended := self.until_event((event, *names), seconds, daemon)) != event:
             raise Missed(f"{event} was to come, and {ended} came: {self.events()[-1].get('why')}")
@@ -178,7 +166,7 @@ class Story:
         self.results["gate_of_the_poisoned"] = self.judged(bad, ours, "--cluster", TICKETS, "--since", since, *more)
         return bad
 
-    def until_taken_back(self, daemon: subprocess.Popen[bytes], since: int) -> str:
+    def until_taken_back(self, daemon: Started, since: int) -> str:
         """Wait for the end of the poisoned one's probation, behind the first `since` events; how it ended."""
         seconds = 60 * (self.options.probation_minutes + 5)
         ended = self.until_event(("rolled back", "kept"), seconds, daemon, since)

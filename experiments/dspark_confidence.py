@@ -22,10 +22,8 @@ from paceline.data.prompts import read_prompts
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dspark.drafter import DSparkDrafter, DSparkNetwork
 from paceline.draft.formats.family import read_drafter
-from paceline.hardware import this_machine
 from paceline.plan.planner import FixedPlanner, Plan
 from paceline.report.tables import Column, Table
-from paceline.runs.folder import write_results
 from paceline.types import RoundStats
 
 
@@ -72,7 +70,6 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--save-results", type=Path)
     args = parser.parse_args()
     drafter = read_drafter(args.drafter)
     if not isinstance(drafter, DSparkDrafter) or drafter.network.confidence_head is None:
@@ -91,8 +88,6 @@ def main() -> None:
         columns.append(Column(key.replace("_", " "), lambda row, key=key: row[key], "{:.4g}", "right"))
     Table(columns, rows).show()
     print(json.dumps({"texts_are_equal": texts[0] == texts[1]}))
-    if args.save_results:
-        write_results(args.save_results, {"model": args.model, "estimates": rows, "machine": this_machine("cpu")})
 
 
 if __name__ == "__main__":

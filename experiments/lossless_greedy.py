@@ -108,8 +108,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--weight-format", default="auto")
     parser.add_argument(
         "--speculate", default="full", help="auto: the drafts that pay; full: all in every round; N; tree:N"
     )
@@ -121,8 +119,7 @@ def main() -> None:
     args = parser.parse_args()
     share = -(-args.limit // len(args.prompts))
     messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=share)][: args.limit]
-    how = {"backend": args.backend, "weight_format": args.weight_format, "speculate": args.speculate}
-    llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, **how)
+    llm = LLM(args.model, drafter="none", dtype=args.dtype, max_batch=args.batch, speculate=args.speculate)
     prompts = [
         llm.tokenizer.encode(str(each[-1]["content"])) if args.raw else llm.encode_chat(list(each)) for each in messages
     ]

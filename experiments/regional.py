@@ -143,7 +143,7 @@ def main() -> None:
     settings = {name: getattr(args, name) for name in ("minutes", "layers", "limit", "heldout", "max_tokens", "repeat")}
     record = {"model": args.target, "domains": [each.name for each in args.domain], "settings": settings}
     record |= {"prices": {"per_hour": args.price_per_hour, "days": args.days}, "policies": rows}
-    write_results(args.save_results or args.out / "results.json", record | {"machine": this_machine("cpu")})
+    write_results(args.out / "results.json", record | {"machine": this_machine("cpu")})
 
 
 def arguments() -> argparse.Namespace:
@@ -160,7 +160,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--price-per-hour", type=float, default=0.1, help="of this machine, serving or training")
     parser.add_argument("--days", type=float, default=7, help="that a training is used for")
     parser.add_argument("--out", type=Path, default=Path("runs/regional"))
-    parser.add_argument("--save-results", type=Path)
     args = parser.parse_args()
     if len({domain.name for domain in args.domain}) != 2 or {"mix", "large"} & {each.name for each in args.domain}:
         parser.error("give --domain twice, with two names other than mix and large")

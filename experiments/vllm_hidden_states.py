@@ -102,7 +102,7 @@ def main() -> None:
     served = json.loads((args.out / "train-vllm" / MARK).read_text())
     names = ("dtype", "limit", "num_heldout", "steps", "max_tokens", "max_len")
     record = {"model": args.model, "settings": {name: getattr(args, name) for name in names}, "drafters": rows}
-    write_results(args.save_results or args.out / "results.json", record | served | {"machine": this_machine("cpu")})
+    write_results(args.out / "results.json", record | served | {"machine": this_machine("cpu")})
     columns = (
         Column("hidden states", lambda row: row["drafter"]),
         Column("acceptance length", lambda row: row["tokens_per_round"], "{:.3f}", "right"),
@@ -124,7 +124,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-len", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path("runs/hidden-states"))
-    parser.add_argument("--save-results", type=Path)
     return parser.parse_args()
 
 
