@@ -30,7 +30,7 @@ from scipy.stats import chisquare
 from paceline import LLM, SamplingParams
 from paceline.data.prompts import read_prompts
 from paceline.model.sampling.logits import target_probs
-from paceline.model.target import ForwardBatch
+from paceline.model.teacher_forcing import ForcedReader
 from paceline.report.statistics import Rounds
 from paceline.runs.folder import record_of
 
@@ -44,13 +44,10 @@ def scored(
 ) -> tuple[list[float], list[float]]:
     """For each answer token, by one teacher-forced pass: NLL minus entropy under the target's distribution as the
     request has it, and its point between 0 and 1."""
-    row = llm.target.cache.allocate()
-    assert row is not None
-    tokens = prompt + answer
-    out = llm.target.forward(ForwardBatch([row], [0], [len(tokens)], tokens))
-    llm.target.cache.free(row)
-    assert out.logits_TV is not None
-    probs = target_probs(out.logits_TV[len(prompt) - 1 : -1].float(), params).double()
+    reader = ForcedReader(llm.target)
+    ((_, logits_TV),) = reader.logits(prompt + answer, len(prompt))
+    reader.close()
+    probs = target_probs(logits_TV.float(), params).double()
     probs = probs / probs.sum(-1, keepdim=True)
     entropy = torch.special.entr(probs).sum(-1)
     chosen = probs.gather(-1, torch.tensor(answer, device=probs.device)[:, None])
