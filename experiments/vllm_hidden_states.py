@@ -14,17 +14,15 @@ Stages have a mark in `--out` when they have ended: the same command goes on whe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import stages
 from fleet_servers import HOST, Limits, free_port, hidden_states, num_served, printed_command
-from stages import LINE, MARK, stage
+from server_process import process, wait_until
+from stages import MARK, stage
 
 from paceline.hardware import this_machine
 from paceline.hub import resolve
@@ -42,16 +40,6 @@ def training(args: argparse.Namespace, answers: Path, seed: int) -> list[str]:
     return [str(word) for word in words]
 
 
-@contextlib.contextmanager
-def child(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A training, which writes its messages to `log`; ended with this block."""
-    with log.open("w") as output, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True) as begun:
-        try:
-            yield begun
-        finally:
-            begun.terminate()
-
-
 def trained_by_vllm(args: argparse.Namespace, words: list[str]) -> Path:
     """Trains with the hidden states of a vLLM, which is started by the command that the training prints."""
     folder, port = args.out / "train-vllm", free_port()
@@ -61,18 +49,18 @@ def trained_by_vllm(args: argparse.Namespace, words: list[str]) -> Path:
     log = folder / "training.log"
     words = [*words, "--features-from", f"http://{HOST}:{port}", "--features-folder", str(folder / "states")]
     command = [sys.executable, "-m", "paceline", *words, "--out", str(folder), "--json"]
-    with child(command, log) as begun:
-        wanted = None
-        while wanted is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                sys.exit(f"the training ended with status {begun.wait(2)}: see {log}")
-            wanted = printed_command(log.read_text(errors="replace"))
+    wanted = list[str]()
+
+    def is_printed() -> bool:
+        wanted[:] = printed_command(log.read_text(errors="replace")) or []
+        return bool(wanted)
+
+    with process(command, log) as begun:
+        wait_until("the command of vLLM, which the training prints", is_printed, begun, log, float("inf"))
         with hidden_states(wanted, args.python, port, Limits(args.dtype, args.max_len), folder) as client:
-            output, _ = begun.communicate()
-            documents = num_served(client)
-    if begun.returncode:
-        sys.exit(f"the training ended with status {begun.returncode}: see {log}")
-    write_whole(folder / LINE, output.splitlines()[-1])
+            status, documents = begun.wait(), num_served(client)
+    if status:
+        sys.exit(f"the training ended with status {status}: see {log}")
     write_whole(folder / MARK, json.dumps({"documents_by_vllm": documents}))
     return folder / "drafter"
 
