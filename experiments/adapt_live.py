@@ -140,25 +140,19 @@ def verdicts(run: Run, missed: str | None) -> dict[str, bool]:
         "questions_after": traffic.figures(QUESTIONS, at["swapped"], at["forced"]),
         "ratio": after["tokens_per_round"] / max(before["tokens_per_round"], 1.0),
         "requests": len(traffic.done),
-        "failed": traffic.failed[:20],
         "wrong": traffic.wrong[:20],
-        "events": [{key: line.get(key) for key in ("hour", "event", "why")} for line in run.events()],
         "missed": missed,
     }
     names = [line["event"] for line in run.events()]
     forced = run.results.get("after_force", {})
-    gate = run.results.get("gate_of_the_poisoned", {})
-    return {
-        "one training": names.count("training") == 1,
+    return run.verdicts(traffic, missed) | {
         "swapped by the gate, and kept": "kept" in names and names.index("swapped") < names.index("kept"),
         "tokens a round on tickets that nobody saw at least doubled": after["requests"] >= 10
         and run.results["ratio"] >= 2,
         "no failed request": not traffic.failed and bool(traffic.done),
         "every text is plain decoding's": not traffic.wrong and bool(traffic.done),
-        "the poisoned one is refused by the gate": gate.get("passed") is False and gate.get("status") == 3,
         "put in by hand, it is rolled back": forced.get("ended") == "rolled back",
         "and ours serves again": bool(forced) and forced.get("serves") == forced.get("ours"),
-        "in time": time.time() - run.began < 60 * run.options.limit_minutes and missed is None,
     }
 
 

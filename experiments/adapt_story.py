@@ -166,6 +166,17 @@ class Story:
         self.results["gate_of_the_poisoned"] = self.judged(bad, ours, "--cluster", TICKETS, "--since", since, *more)
         return bad
 
+    def verdicts(self, traffic: Traffic, missed: str | None) -> dict[str, bool]:
+        """Conditions of both stories -> True if they hold. Puts the events and the failed requests into the results."""
+        events, gate = self.events(), self.results.get("gate_of_the_poisoned", {})
+        shown = [{key: line.get(key) for key in ("hour", "event", "why")} for line in events]
+        self.results |= {"failed": traffic.failed[:20], "events": shown}
+        return {
+            "one training": [line["event"] for line in events].count("training") == 1,
+            "the poisoned one is refused by the gate": gate.get("passed") is False and gate.get("status") == 3,
+            "in time": time.time() - self.began < 60 * self.options.limit_minutes and missed is None,
+        }
+
     def until_taken_back(self, daemon: Started, since: int) -> str:
         """Wait for the end of the poisoned one's probation, behind the first `since` events; how it ended."""
         seconds = 60 * (self.options.probation_minutes + 5)

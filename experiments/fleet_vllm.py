@@ -270,16 +270,13 @@ def verdicts(run: Fleet, missed: str | None) -> dict[str, bool]:
     traffic = run.traffic
     if traffic is None:
         return {"the servers ran": False}
-    results, events = run.results, run.events()
-    names = [line["event"] for line in events]
+    results, names = run.results, [line["event"] for line in run.events()]
     before, after = (results.get(name, {}) for name in ("unseen_before", "unseen_after"))
     lengths = [each.get("acceptance_length", 0.0) for each in (before, after)]
     results["ratio"] = round(lengths[1] / lengths[0], 3) if lengths[0] else 0.0
     results |= {
         "requests": len(traffic.done) + len(traffic.failed),
-        "failed": traffic.failed[:20],
         "num_failed": len(traffic.failed),
-        "events": [{key: line.get(key) for key in ("hour", "event", "why")} for line in events],
         "same_texts": [same_texts(*run.unseen_texts), len(run.unseen_texts[0])] if len(run.unseen_texts) == 2 else [],
         "training": run.training_figures(),
     }
@@ -293,20 +290,17 @@ def verdicts(run: Fleet, missed: str | None) -> dict[str, bool]:
     }
     canary = results.get("folders_of_the_canary", ["", ""])
     spread = results.get("folders_at_the_end_of_the_canary", ["", ""])
-    forced, gate = results.get("after_force", {}), results.get("gate_of_the_poisoned", {})
+    forced = results.get("after_force", {})
     errors = sum(counts.get("error", 0) + counts.get("abort", 0) for counts in results.get("counted", []))
-    return {
-        "one training": names.count("training") == 1,
+    return run.verdicts(traffic, missed) | {
         "its hidden states came from vLLM": results.get("documents_by_vllm", 0) >= 50,
         "it passed the gate, and one replica had it first": canary[0] != canary[1] == str(run.given.folder),
         "then the other": "kept" in names and spread[0] == spread[1] == canary[0] != "",
         "no replica was started again": results.get("servers_alive_at_the_end") == [True, True],
         "acceptance length on unseen tickets at least doubled": results["ratio"] >= 2,
-        "the poisoned one is refused by the gate": gate.get("passed") is False and gate.get("status") == 3,
         "loaded by hand, it is rolled back": forced.get("ended") == "rolled back",
         "and the other one serves again": bool(forced) and forced["serves"] == forced["served_before"],
         "no failed request": not traffic.failed and bool(traffic.done) and bool(results.get("counted")) and not errors,
-        "in time": time.time() - run.began < 60 * run.options.limit_minutes and missed is None,
     }
 
 

@@ -13,9 +13,9 @@ import torch
 
 from gpu_day_stages.models import free_memory
 from gpu_day_stages.pieces import ANSWERS, join, names_below, pack
+from gpu_day_stages.tiny_models import are_same, parted
 from gpu_day_stages.visit import Skipped, Visit
 from paceline import LLM, SamplingParams
-from paceline.bench.passes import parting
 from paceline.config import EngineConfig
 from paceline.data.answers import read_answers
 from paceline.data.prompts import read_prompts
@@ -28,8 +28,6 @@ from paceline.report.tables import Progress
 from paceline.train import train
 from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
 
-NEAR_TIE = 1e-3
-"""Logits: where float32 passes of other shapes may choose the other of two tokens."""
 MOST_ERRORS, LEAST_P = 4.0, 1e-5
 BLOCKS = (8, 16)
 RESERVED_S = 30.0
@@ -70,20 +68,13 @@ def real(visit: Visit) -> None:
                 spent_s = time.perf_counter() - began
                 texts = [out.token_ids for out in answers]
                 llm.use_drafter("none")
-                rows = zip(prompts, texts, plain, strict=True)
-                gaps = [gap for row in rows if (gap := parting(llm.target, *row)) is not None]
+                gaps = parted(llm.target, prompts, plain, texts)
                 figures = {
                     "acceptance_length": acceptance_length(answers),
                     "tokens_per_s": sum(map(len, texts)) / spent_s,
                 }
-                is_same = all(gap < NEAR_TIE for _, gap in gaps)
-                visit.check(
-                    f"{what}: greedy text is plain decoding's",
-                    is_same,
-                    parted=gaps,
-                    prompts=len(prompts),
-                    **figures,
-                )
+                name_of_check = f"{what}: greedy text is plain decoding's"
+                visit.check(name_of_check, are_same(gaps), parted=gaps, prompts=len(prompts), **figures)
                 sampled(visit, llm, name, what, prompts)
 
 

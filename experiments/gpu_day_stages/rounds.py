@@ -6,7 +6,7 @@ from typing import Any
 
 from gpu_day_stages.exact import random_prompts
 from gpu_day_stages.models import decoder, stand_in_tokenizer
-from gpu_day_stages.tiny_models import are_same, loud_tensors, parted, texts, tiny_llama
+from gpu_day_stages.tiny_models import add_counts, are_same, loud_tensors, parted, texts, tiny_llama
 from gpu_day_stages.visit import Visit
 from paceline.draft.base import Drafter
 from paceline.draft.dflash.drafter import DFlashDrafter
@@ -95,10 +95,5 @@ def joins_and_leaves(
         number += 1
     for request in others:
         engine.abort(request)
-    add(counts, engine)
+    add_counts(counts, engine)
     return [done[request] for request in ids]
-
-
-def add(counts: dict[str, int], engine: Engine) -> None:
-    for kind, number in engine.device_rounds.counts.items() if engine.device_rounds else ():
-        counts[kind] = counts.get(kind, 0) + number

@@ -164,9 +164,15 @@ def texts(
                 done[chunk.sequence.request_id] = chunk.sequence.output_ids
         if rounds is not None:
             rounds += [count + 1 for stats in engine.rounds for count in stats.num_accepted_B]
-    for kind, number in engine.device_rounds.counts.items() if engine.device_rounds and counts is not None else ():
-        counts[kind] = counts.get(kind, 0) + number
+    if counts is not None:
+        add_counts(counts, engine)
     return [done[request] for request in ids]
+
+
+def add_counts(counts: dict[str, int], engine: Engine) -> None:
+    """Adds the engine's rounds by what made them."""
+    for kind, number in engine.device_rounds.counts.items() if engine.device_rounds else ():
+        counts[kind] = counts.get(kind, 0) + number
 
 
 def parted(target: Target, prompts: Texts, some: Texts, others: Texts) -> list[tuple[int, float]]:
