@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline import rng
 from paceline.draft.base import Observed, sample_draft
-from paceline.draft.dflash.reading import inverse_temperature
+from paceline.draft.dflash.reading import inverse_temperature, over_vocabulary
+from paceline.draft.eagle3.native import NativeChain
+from paceline.draft.eagle3.path import TorchChain
+from paceline.draft.eagle3.static import StaticChain
 from paceline.draft.foresight import Foresight, ranked
 from paceline.draft.level import Level
-from paceline.draft.tapped import TappedDrafter, features_of
-from paceline.model.kv_cache import KVCache
+from paceline.draft.tapped import StaticDrafting, TappedDrafter, features_of
 from paceline.model.sampling.logits import top_logprobs
 from paceline.model.sampling.race import FIELD
 from paceline.model.target import Target
@@ -32,38 +34,6 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 MOST_BRANCHES = 4
 """Maximum drafts of one row that one drafting step reads (tree nodes of one depth)."""
-
-
-class ChainPath(Protocol):
-    """Interface of a network that drafts token by token, with weights and KV cache prepared for one target. The
-    *drafting state* is the hidden state that one step passes to the next."""
-
-    @property
-    def cache(self) -> KVCache: ...
-    @property
-    def residual_dtype(self) -> torch.dtype: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    def extend(
-        self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
-    ) -> Tensor:
-        """Append cache entries for newly verified positions: `counts[i]` entries to row `rows[i]`, from cache index
-        `starts[i]` on. Returns the drafting state [B, D] after the last new entry of each of the B rows.
-
-        `tokens`: for each new position the token that follows it, all positions of the first row first. `taps_TF`: the
-        target's hidden states at the new positions in the same order, F = tapped layers * hidden size. It may be longer
-        than `tokens`; the rest is ignored.
-        """
-        ...
-
-    def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        """Run the network on T drafts and return their drafting states [T, D]. `level`: the drafts' rows, and their
-        ancestors in the draft tree. `tokens`: the drafts. `state_TD`: drafting state of each draft's parent."""
-        ...
-
-    def logits(self, state_TD: Tensor) -> Tensor:
-        """Returns logits [T, V] of T drafting states over the draft vocabulary, in float32 or the target's dtype."""
-        ...
 
 
 @dataclass(slots=True)
@@ -137,7 +107,7 @@ class _Row:
 
 
 class ChainedDrafter(TappedDrafter):
-    """Base class of drafters whose network (a `ChainPath`) drafts token by token: EAGLE-3, MTP.
+    """Base class of drafters whose network drafts token by token: EAGLE-3, MTP.
 
     `DFlashDrafter` describes which requests get deterministic and which get sampled drafts. For subclasses: `bind`
     calls `_bind_path`, which makes the decode path, and then `_begin`, which allocates drafting states.
@@ -146,18 +116,32 @@ class ChainedDrafter(TappedDrafter):
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1
     foresight = Foresight()
-    _path: ChainPath
+    _path: TorchChain | NativeChain
 
-    _states_of: ChainPath | None = None
+    _states_of: TorchChain | NativeChain | None = None
     """The decode path for which the drafting states were allocated."""
 
-    def _begin(self, target: Target, size: int) -> None:
-        """Allocate drafting states [rows, size] for a new decode path."""
+    def _begin(self, target: Target, size: int, ids: Tensor | None = None) -> None:
+        """Allocate drafting states [rows, size] for a new decode path. `ids`: token id of each column of the logits;
+        None: column i is token i."""
+        self.has_own_threads = isinstance(self._path, NativeChain)
+        self._ids, self._vocab_size = None if ids is None else ids.to(target.device), target.vocab_size
+        self._token_of = range(target.vocab_size) if ids is None else ids.tolist()
         if self._states_of is self._path:
             return  # CUDA graphs that contain this path read and write the states at their address
         self._states_of = self._path
         self._states = torch.zeros(target.cache.num_rows, size, dtype=self._path.residual_dtype, device=target.device)
         """Drafting state after each row's last entry."""
+
+    @property
+    def recorded_rounds(self) -> dict[Any, Any] | None:
+        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only the path in PyTorch operations can
+        be part of them."""
+        return self._rounds if isinstance(self._path, TorchChain) else None
+
+    def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
+        assert isinstance(self._path, TorchChain)
+        return StaticChain(self._path, self._states, self.foresight, self._ids, num_rows, count)
 
     @property
     def _slack(self) -> int:
@@ -253,7 +237,7 @@ class ChainedDrafter(TappedDrafter):
         own_BV = logits_TV[torch.tensor(firsts, device=logits_TV.device)].float()
         largest_B, best_B = own_BV.max(-1)
         logprob_B = (largest_B - own_BV.logsumexp(-1)).tolist()
-        return [(self._token(place), logprob) for place, logprob in zip(best_B.tolist(), logprob_B, strict=True)]
+        return [(self._token_of[place], logprob) for place, logprob in zip(best_B.tolist(), logprob_B, strict=True)]
 
     def _draw(self, row: _Row, logits_NV: Tensor) -> None:
         if not math.isfinite(float(logits_NV[0].float().max())):
@@ -270,7 +254,7 @@ class ChainedDrafter(TappedDrafter):
         for number, (node, ids, logprobs) in enumerate(zip(row.nodes, ids_NM, logprobs_NM, strict=True)):
             if not math.isfinite(logprobs[0]):
                 continue
-            tokens = [self._token(place) for place in ids]
+            tokens = [self._token_of[place] for place in ids]
             if noise:
                 logprobs = self.foresight.chances(logprobs, noise.exponentials(tokens))
                 tokens, logprobs = ranked(tokens, logprobs, count)
@@ -286,10 +270,6 @@ class ChainedDrafter(TappedDrafter):
             [tokens for tokens, _ in chain], [logprobs for _, logprobs in chain], most, branches=row.branches
         )
 
-    def _token(self, place: int) -> int:
-        """Token id of a column of the logits."""
-        return place
-
     def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
         """Expand logits over the draft vocabulary to the target's whole vocabulary."""
-        return logits_KV
+        return logits_KV if self._ids is None else over_vocabulary(logits_KV, self._ids, self._vocab_size)

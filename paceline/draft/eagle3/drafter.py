@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from paceline.draft.base import checked_num_drafted
 from paceline.draft.chained import ChainedDrafter
 from paceline.draft.dflash.drafter import MLP, Norm, Projections, shapes_of, with_tensors
-from paceline.draft.dflash.reading import over_vocabulary
 from paceline.draft.eagle3.checkpoint import (
     DEFAULT_DRAFTED,
     Eagle3Checkpoint,
@@ -37,8 +36,7 @@ from paceline.draft.eagle3.checkpoint import (
 )
 from paceline.draft.eagle3.native import Eagle3NativePath
 from paceline.draft.eagle3.path import Eagle3Path
-from paceline.draft.eagle3.static import StaticChain
-from paceline.draft.tapped import StaticDrafting, cache_shape_of
+from paceline.draft.tapped import cache_shape_of
 from paceline.model.checkpoint import random_weights
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
@@ -206,25 +204,7 @@ class Eagle3Drafter(ChainedDrafter):
         make_path: Any = Eagle3NativePath if isinstance(target, NativeDecoder) else Eagle3Path
         self._bind_path(target, lambda: make_path(self.config, self.network.state_dict(), target, slack=self._slack))
         self.tap_layers = taps
-        self.has_own_threads = isinstance(self._path, Eagle3NativePath)
-        self._token_of, self._ids = self.ids.tolist(), self.ids.to(target.device)
-        self._begin(target, self.config.shape.hidden_size)
+        self._begin(target, self.config.shape.hidden_size, self.ids)
 
     def cache_shape(self, target: Target) -> tuple[int, ...]:
         return cache_shape_of(self.config.shape, target, self._slack, is_native=isinstance(target, NativeDecoder))
-
-    @property
-    def recorded_rounds(self) -> dict[Any, Any] | None:
-        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only the path in PyTorch operations can
-        be part of them."""
-        return self._rounds if isinstance(self._path, Eagle3Path) else None
-
-    def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
-        assert isinstance(self._path, Eagle3Path)
-        return StaticChain(self._path, self._states, self.foresight, self._ids, num_rows, count)
-
-    def _token(self, place: int) -> int:
-        return self._token_of[place]
-
-    def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
-        return over_vocabulary(logits_KV, self._ids, self.config.shape.vocab_size)

@@ -19,7 +19,8 @@ from paceline.model.native.packing import pack
 
 
 class NativeChain:
-    """Base class of native (C++) decode paths for drafters that draft token by token, in one native pass per step.
+    """Base class of native (C++) decode paths for networks that draft token by token, in one native pass per step.
+    `TorchChain` describes its methods.
 
     For a draft tree, each pass also recomputes the round's earlier drafts, because a native pass must contain the
     parents of its tokens. These few additional tokens cost little.
@@ -27,6 +28,9 @@ class NativeChain:
 
     reads_tokens = True
     """True if the native model embeds the tokens itself."""
+    residual_dtype: torch.dtype
+    weight_bytes: int
+    """Bytes of the drafter's packed matrices, without the target's."""
     _model: Model
 
     def _open(self, shape: DecoderConfig, target: NativeDecoder, slack: int) -> None:
@@ -35,6 +39,9 @@ class NativeChain:
         self._view, self._buffers = cache_view(self.cache), Buffers()
         self._drafts: dict[int, _Drafts] = {}
         """Drafts of the current round, by row."""
+
+    @abstractmethod
+    def logits(self, state_TD: Tensor) -> Tensor: ...
 
     @abstractmethod
     def next_state(self, hidden_TD: Tensor) -> Tensor:
@@ -113,7 +120,6 @@ class Eagle3NativePath(EagleNorms, NativeChain):
         layers = [layer_parts(shape, at, within(weights, f"layers.{at}."), dtype) for at in range(shape.num_layers)]
         inner = [part for layer in layers for part in layer.values() if isinstance(part, Matrix)]
         self.weight_bytes = sum(matrix.num_bytes for matrix in (self._fc, self._head, *own, *inner))
-        """Bytes of the drafter's packed matrices, without the target's."""
         max_len = target.cache.max_len
         self._model = native_model(
             shape,

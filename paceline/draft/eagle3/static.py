@@ -7,51 +7,16 @@ tokens after them. Entries after the accepted drafts are never read: later entri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from paceline.draft.dflash.reading import top_logprob
+from paceline.draft.eagle3.path import TorchChain
 from paceline.draft.foresight import Foresight
 from paceline.draft.tapped import Verified
-from paceline.model.kv_cache import KVCache
 from paceline.model.sampling.device_race import FAILED, Draws, foreseen_tokens
-from paceline.model.torch.attention import AttentionPlan, CacheWriter
 from paceline.model.torch.kernels.attend import Sight
 from paceline.model.torch.recorded_pass import StaticPlan, StaticWriter
-
-
-class StaticChainPath(Protocol):
-    """Interface of a decode path in PyTorch operations (a `ChainPath`) whose steps are captured here."""
-
-    @property
-    def cache(self) -> KVCache: ...
-    @property
-    def windows(self) -> set[int | None]:
-        """Sliding windows of the layers; None: full attention."""
-        ...
-
-    def features(self, taps_TF: Tensor) -> Tensor:
-        """Returns the hidden states [T, D] that the first drafting step reads. `taps_TF`: the target's hidden states,
-        F = tapped layers * hidden size."""
-        ...
-
-    def run(
-        self,
-        plans: Mapping[int | None, AttentionPlan],
-        writer: CacheWriter,
-        entries_T: Tensor,
-        tokens_T: Tensor,
-        hidden_TD: Tensor,
-    ) -> Tensor:
-        """Computes T cache entries and returns their drafting states [T, D]. `plans`: attention plan of each sliding
-        window. `entries_T`: cache index of each entry. `tokens_T`: its token. `hidden_TD`: features, or the states of
-        the step before."""
-        ...
-
-    def logits(self, state_TD: Tensor) -> Tensor: ...
 
 
 class StaticChain:
@@ -60,7 +25,7 @@ class StaticChain:
 
     def __init__(
         self,
-        path: StaticChainPath,
+        path: TorchChain,
         states_RD: Tensor,
         foresight: Foresight,
         draft_ids: Tensor | None,

@@ -26,10 +26,9 @@ from torch import Tensor
 from paceline import hub
 from paceline.draft.base import checked_num_drafted
 from paceline.draft.chained import ChainedDrafter
-from paceline.draft.eagle3.static import StaticChain
 from paceline.draft.mtp.checkpoint import MtpLayer, is_mtp, read_mtp, write_mtp
 from paceline.draft.mtp.paths import MtpNativePath, MtpPath
-from paceline.draft.tapped import StaticDrafting, cache_shape_of
+from paceline.draft.tapped import cache_shape_of
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
@@ -85,19 +84,8 @@ class MtpDrafter(ChainedDrafter):
                 )
         make_path: Any = MtpNativePath if isinstance(target, NativeDecoder) else MtpPath
         self._bind_path(target, lambda: make_path(self.layer, target, slack=self._slack))
-        self.has_own_threads = isinstance(self._path, MtpNativePath)
         self.tap_layers = (target.num_layers - 1,)
         self._begin(target, own.hidden_size)
-
-    @property
-    def recorded_rounds(self) -> dict[Any, Any] | None:
-        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only the path in PyTorch operations can
-        be part of them."""
-        return self._rounds if isinstance(self._path, MtpPath) else None
-
-    def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
-        assert isinstance(self._path, MtpPath)
-        return StaticChain(self._path, self._states, self.foresight, None, num_rows, count)
 
     def _use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         self.layer = replace(self.layer, tensors=dict(tensors))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from paceline.draft.eagle3.native import NativeChain
-from paceline.draft.level import Level
+from paceline.draft.eagle3.path import TorchChain
 from paceline.draft.mtp.checkpoint import MtpLayer
 from paceline.model.backends import ROUTERS
 from paceline.model.gguf.blocks import Weight
-from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native.decoder import NativeDecoder, layer_parts, native_model
 from paceline.model.native.library import Matrix
 from paceline.model.native.packing import pack
 from paceline.model.target import Target
-from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, rope_tables
 from paceline.model.torch.decoder import Layer, LayerAttention
 from paceline.model.torch.heads import Tables
 from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm
@@ -54,66 +52,35 @@ class MtpNorms:
         return torch.cat([self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD)], dim=-1)
 
 
-class MtpPath(MtpNorms):
+class MtpPath(MtpNorms, TorchChain):
     """The MTP layer in PyTorch operations on any device, with weights prepared for one target. Cache entry e combines
     the target's hidden state of position e with the embedding of the token after it."""
 
     def __init__(self, layer: MtpLayer, target: Target, slack: int) -> None:
         """`slack`: number of cache positions per row beyond the maximum text length, for drafts."""
         shape, dtype, device = layer.config, target.dtype, target.device
-        num_rows, max_len = target.cache.num_rows, target.cache.max_len
         parts = {name: tensor.to(device, dtype, copy=True) for name, tensor in layer.tensors.items()}
         super().__init__(layer, parts, target, torch.float32 if device.type == "cpu" else dtype)
         self._fc = PackedLinear(parts.pop("fc.weight"))
-        self._layer, self._group = Layer.of(shape, 0, parts), shape.num_heads // shape.num_kv_heads
-        self.weight_bytes = self._fc.num_bytes + self._layer.num_bytes
-        self._rope = Rope.of(shape, max_len, dtype, device, slack=slack)
-        sizes = (1, num_rows, shape.num_kv_heads, max_len, shape.head_dim)
-        self.cache = StaticKVCache(*sizes, dtype, device, slack=slack)
+        self._layers = [Layer.of(shape, 0, parts)]
+        self.weight_bytes = self._fc.num_bytes + self._layers[0].num_bytes
+        self._open(shape, target, Rope.of(shape, target.cache.max_len, dtype, device, slack=slack), slack)
 
-    @torch.inference_mode()
-    def extend(
-        self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
-    ) -> Tensor:
-        plan = AttentionPlan(rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
-        writer = CacheWriter(rows, starts, counts, self._device)
-        tokens_T, tables = torch.tensor(tokens, device=self._device), self._rope.tables(positions_of(starts, counts))
-        state_TD = self._layer_of(plan, writer, tables, tokens_T, taps_TF[: len(tokens)])
-        self.cache.append(rows, counts)
-        return state_TD[torch.tensor([end - 1 for end in accumulate(counts)], device=self._device)]
-
-    @torch.inference_mode()
-    def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        plan = level.plan(self._group, self._dtype, self._device, None)
-        tokens_T, tables = torch.tensor(tokens, device=self._device), self._rope.tables(level.positions)
-        return self._layer_of(plan, level.writer(self._device), tables, tokens_T, state_TD)
-
-    @property
-    def windows(self) -> set[int | None]:
-        return {None}
-
-    def features(self, taps_TF: Tensor) -> Tensor:
-        return taps_TF
-
-    def run(
+    def _layers_of(
         self,
-        plans: Mapping[int | None, AttentionPlan],
+        plans: list[AttentionPlan],
         writer: CacheWriter,
-        entries_T: Tensor,
+        tables: Tables,
         tokens_T: Tensor,
         hidden_TD: Tensor,
-    ) -> Tensor:
-        return self._layer_of(plans[None], writer, self._rope.tables_at(entries_T), tokens_T, hidden_TD)
-
-    def _layer_of(
-        self, plan: AttentionPlan, writer: CacheWriter, tables: Tables, tokens_T: Tensor, hidden_TD: Tensor
+        last_T: Tensor | None,
     ) -> Tensor:
         residual = Residual(self._fc(self.both(tokens_T, hidden_TD)).to(self.residual_dtype, copy=True))
-        attention = LayerAttention(self.cache.keys[0], self.cache.values[0], plan, writer, self._rope, tables)
-        self._layer.run(residual, attention)
-        if self._tells_normed:
-            return residual.normed(self._final_norm).to(self.residual_dtype)
-        return residual.hidden_TD
+        attention = LayerAttention(self.cache.keys[0], self.cache.values[0], plans[0], writer, self._rope, tables)
+        self._layers[0].run(residual, attention)
+        is_normed = self._tells_normed
+        state_TD = residual.normed(self._final_norm).to(self.residual_dtype) if is_normed else residual.hidden_TD
+        return state_TD if last_T is None else state_TD[last_T]
 
 
 class MtpNativePath(MtpNorms, NativeChain):
@@ -139,7 +106,6 @@ class MtpNativePath(MtpNorms, NativeChain):
         experts = [matrix for each in parts.get("experts", ()) for matrix in (each["gate_up"], each["down"])]
         matrices = [self._fc, *experts, *(part for part in parts.values() if isinstance(part, Matrix))]
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
-        """Bytes of the layer's packed matrices, without the target's."""
         cos, sin = rope_tables(shape, max_len + slack, longest=max_len)
         final_norm = rounded["final_norm.weight"].float().contiguous()
         self._model = native_model(shape, dtype, max_len + slack, [parts], cos=cos, sin=sin, final_norm=final_norm)
