@@ -22,7 +22,7 @@ from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.formats import speculators
 from paceline.draft.formats.family import network_of
 from paceline.draft.formats.gguf_writer import write_gguf
-from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.errors import ConfigError, UnsupportedModelError, refuse
 from paceline.runs.folder import check_new
 
 FORMATS = ("z-lab", "speculators", "gguf")
@@ -114,7 +114,6 @@ def _as_speculators(
 ) -> list[str]:
     config, left_out = stored.config, list[str]()
     _check_sayable(config)
-    vocab_size = config.vocab_size or 0
     ids, head_VD = stored.vocabulary
     if config.second and ids is not None:
         left_out.append(f"the draft vocabulary of {len(ids)} tokens: the format's DFlash 2 drafts among all tokens")
@@ -126,16 +125,14 @@ def _as_speculators(
         )
     tensors = {**stored.tensors, **_vocabulary(stored, ids, head_VD, head_rows)}
     settings = {
+        "draft_vocab_size": (config.vocab_size or 0) if ids is None else len(ids),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
-        "target_layer_ids": config.target_layer_ids,
-        "num_slots": config.num_slots,
-        "sample_from_anchor": config.from_anchor,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
         "sliding_window_non_causal": _is_non_causal(config),
-        "draft_vocab_size": vocab_size if ids is None else len(ids),
+        "sample_from_anchor": config.from_anchor,
     }
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    raw = speculators.from_z_lab(config.raw, config.kind, settings, verifier, dtype)
+    raw = speculators.from_z_lab(config, settings, verifier, str(tensors["fc.weight"].dtype).removeprefix("torch."))
     write_checkpoint(out, raw, speculators.with_their_names({**tensors, **stored.others}, ids))
     if not verifier.get("name_or_path") and not raw["speculators_config"]["verifier"].get("name_or_path"):
         left_out.append(
@@ -163,11 +160,8 @@ def _check_sayable(config: DFlashConfig) -> None:
         "output_multiplier": config.output_multiplier != 1.0,
         "final_logit_softcapping": bool(config.final_logit_softcapping),
     }
-    for what, is_so in unsayable.items():
-        if is_so:
-            raise UnsupportedModelError(
-                f"the speculators format has no place for {what}: others would draft something else; use z-lab's format"
-            )
+    text = "the speculators format has no place for {}: others would draft something else; use z-lab's format"
+    refuse(UnsupportedModelError, *((is_so, text.format(what)) for what, is_so in unsayable.items()))
 
 
 def rows_of(head_VD: Tensor) -> HeadRows:

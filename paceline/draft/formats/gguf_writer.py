@@ -32,7 +32,8 @@ from paceline.draft.formats.gguf_reader import (
     TOKENS,
     WHOLE_NAMES,
 )
-from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.errors import ConfigError, UnsupportedModelError, refuse
+from paceline.model.config.values import TABLES
 from paceline.model.gguf.package import copy_keys, finish, gguf_package
 from paceline.runs.folder import whole_file
 
@@ -105,9 +106,8 @@ def _check_sayable(config: DFlashConfig, tensors: dict[str, Tensor]) -> None:
         or bool(kind != "default" and set(scaling) - YARN),
         f"the tensor {next(iter(without_name), '')}": bool(without_name),
     }
-    for what, is_so in unsayable.items():
-        if is_so:
-            raise UnsupportedModelError(f"llama.cpp's {ARCH} has no place for {what}: use another format")
+    text = f"llama.cpp's {ARCH} has no place for {{}}: use another format"
+    refuse(UnsupportedModelError, *((is_so, text.format(what)) for what, is_so in unsayable.items()))
 
 
 def _their_name(name: str) -> str:
@@ -121,16 +121,8 @@ def _their_name(name: str) -> str:
 
 def _add_config(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
     shape, values = config.shape, {**config.raw, **(config.raw.get("dflash_config") or {})}
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_position,
-        "block_size": config.block_size,
-    }
+    sizes = {key: getattr(shape, field) for field, key in TABLES["sizes"].items()}
+    sizes |= {"num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "block_size": config.block_size}
     writer.add_type("model")
     writer.add_name("DFlash 2 drafter" if config.second else "DFlash drafter")
     for name, gguf_key in COUNTS.items():

@@ -92,8 +92,6 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
     """Returns the properties of an EAGLE-3 drafter, with explanations for the user."""
     config, shape, raw = stored.config, stored.config.shape, stored.config.raw
     style = "speculators' names" if "transformer_layer_config" in raw else "SpecForge's names"
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    named = f"{verifier['name_or_path']}: " if verifier.get("name_or_path") else ""
     residual = "the normed features" if config.norm_before_residual else "the features"
     position = "after" if config.norm_output else "before"
     norms = "one for each layer" if config.fc_norm else "one over all" if config.norm_before_fc else "none"
@@ -101,7 +99,7 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
     return [
         Fact("format", style, _tensors(stored.tensors)),
         Fact("kind", "EAGLE-3", "drafts token after token, chains and trees"),
-        Fact("made for", f"{named}hidden size {config.target_hidden_size}, {shape.vocab_size} tokens"),
+        Fact("made for", f"{_named(raw)}hidden size {config.target_hidden_size}, {shape.vocab_size} tokens"),
         Fact(
             "network", f"{shape.num_layers} layers", f"{shape.family}, hidden size {shape.hidden_size}, {_heads(shape)}"
         ),
@@ -133,15 +131,17 @@ def _heads(shape: DecoderConfig) -> str:
     return f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
 
 
+def _named(raw: Mapping[str, Any]) -> str:
+    """The target's name in a config.json of `speculators`, followed by a colon; "" without a name."""
+    name = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    return f"{name}: " if name else ""
+
+
 def _target(stored: StoredDrafter) -> str:
     config = stored.config
-    speculators = config.raw.get("speculators") or {}
-    verifier = (
-        (speculators.get("speculators_config") or {}).get("verifier") or {} if isinstance(speculators, dict) else {}
-    )
     layers = f"{config.num_target_layers} layers" if config.num_target_layers else "number of layers not given"
-    named = f"{verifier['name_or_path']}: " if isinstance(verifier, dict) and verifier.get("name_or_path") else ""
     tokens = f"{config.vocab_size} tokens" if config.vocab_size else "number of tokens not given"
+    named = _named(config.raw.get("speculators") or {})
     return f"{named}hidden size {config.target_hidden_size}, {layers}, {tokens}"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.draft.dflash.config import MARKOV_KEYS, DFlash2Sizes
+from paceline.draft.dflash.config import MARKOV_KEYS, DFlash2Sizes, DFlashConfig
 from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config.decoder import is_whole, short
@@ -123,21 +123,17 @@ def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[s
 
 
 def from_z_lab(
-    raw: Mapping[str, Any], kind: str, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
+    config: DFlashConfig, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """Converts a config.json (`raw`) from z-lab's format to that of `speculators`. `kind`: "dflash", "dflash2" or
-    "dspark". `verifier`: the target's name_or_path and architectures; unknown values may be missing or empty. `dtype`:
-    data type of the weights, such as "bfloat16".
-
-    `settings`: the drafter's values, with defaults applied, for keys that `raw` may omit: block_size, mask_token_id,
-    target_layer_ids, num_slots (drafts of a full block), sample_from_anchor, sliding_window_non_causal,
-    draft_vocab_size.
-    """
+    """Converts a drafter's config.json from z-lab's format to that of `speculators`. `settings`: keys of that format,
+    from draft_vocab_size to sample_from_anchor, which z-lab's may omit. `verifier`: the target's name_or_path and
+    architectures; unknown values may be missing or empty. `dtype`: data type of the weights, such as "bfloat16"."""
+    raw, kind = config.raw, config.kind
     own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
     layer["model_type"] = own_keys.pop("model_type", "qwen3")
     outside = {name: raw[name] for name in ("auto_map", "num_target_layers", "dflash_config") if name in raw}
-    proposal = proposal_config(own_keys.pop("speculators_config", None), kind, settings["num_slots"], verifier)
+    proposal = proposal_config(own_keys.pop("speculators_config", None), kind, config.num_slots, verifier)
     nested = raw.get("dflash_config") or {}
     return {
         "architectures": [KINDS[kind]],
@@ -149,12 +145,7 @@ def from_z_lab(
         **own_keys,
         "speculators_config": proposal,
         "transformer_layer_config": layer,
-        "draft_vocab_size": settings["draft_vocab_size"],
-        "block_size": settings["block_size"],
-        "mask_token_id": settings["mask_token_id"],
-        "aux_hidden_state_layer_ids": [each + 1 for each in settings["target_layer_ids"]],
-        "sliding_window_non_causal": settings["sliding_window_non_causal"],
-        "sample_from_anchor": settings["sample_from_anchor"],
+        **settings,
         **{name: nested[name] for name in ADDED[kind] if name in nested},
         **({"z_lab": outside} if outside else {}),
     }

@@ -73,15 +73,11 @@ class MtpDrafter(ChainedDrafter):
         """Check that the layer fits the target (else raises DrafterMismatchError), and prepare weights and cache.
         Binding again to the same cache only resets all rows."""
         own = self.layer.config
-        for what, mine, theirs in (
-            ("hidden size", own.hidden_size, target.hidden_size),
-            ("vocabulary", own.vocab_size, target.vocab_size),
-        ):
+        remedy = "it drafts for the model whose file it is in alone"
+        sizes = ("hidden size", own.hidden_size, target.hidden_size), ("vocabulary", own.vocab_size, target.vocab_size)
+        for what, mine, theirs in sizes:
             if mine != theirs:
-                raise DrafterMismatchError(
-                    f"{what}: the mtp layer has {mine}, the target {theirs}: it drafts for the model whose file it is "
-                    "in alone"
-                )
+                raise DrafterMismatchError(f"{what}: the mtp layer has {mine}, the target {theirs}: {remedy}")
         make_path: Any = MtpNativePath if isinstance(target, NativeDecoder) else MtpPath
         self._bind_path(target, lambda: make_path(self.layer, target, slack=self._slack))
         self.tap_layers = (target.num_layers - 1,)
