@@ -181,7 +181,6 @@ def new_config(
     The mask token defaults to the vocabulary's last id. Up to four query heads share one key head.
     """
     layer_ids = default_layer_ids(num_target_layers, num_layers)
-    num_heads, num_kv_heads = head_sizes(hidden_size, head_dim)
     return {
         "architectures": [ARCHITECTURE],
         **TABLES["drafter"]["always"],
@@ -189,10 +188,7 @@ def new_config(
         "vocab_size": vocab_size,
         "num_hidden_layers": num_layers,
         "num_target_layers": num_target_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate_size or mlp_size(hidden_size),
+        **layer_sizes(hidden_size, head_dim, intermediate_size),
         "block_size": block_size,
         "dflash_config": {
             "mask_token_id": vocab_size - 1 if mask_token_id is None else mask_token_id,
@@ -259,15 +255,16 @@ def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:
             )
 
 
-def head_sizes(hidden_size: int, head_dim: int) -> tuple[int, int]:
-    """Returns (query heads, key heads) of a new draft layer; up to four query heads share a key head."""
+def layer_sizes(hidden_size: int, head_dim: int, intermediate_size: int | None) -> dict[str, int]:
+    """Returns the keys of config.json for the sizes of a new draft layer. Up to four query heads share a key head. The
+    inner width of the MLP is by default 8/3 of the hidden size, rounded up to a multiple of 64."""
     num_heads = max(1, hidden_size // head_dim)
-    return num_heads, num_heads // next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
-
-
-def mlp_size(hidden_size: int) -> int:
-    """Returns the inner width of a new draft layer's MLP: 8/3 of the hidden size, rounded up to a multiple of 64."""
-    return -(-hidden_size * 8 // 3 // 64) * 64
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // next(group for group in (4, 3, 2, 1) if num_heads % group == 0),
+        "head_dim": head_dim,
+        "intermediate_size": intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
+    }
 
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:

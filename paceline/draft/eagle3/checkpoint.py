@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft.dflash.checkpoint import write_checkpoint
-from paceline.draft.dflash.config import head_sizes, is_dflash, mlp_size, refuse_mismatch
+from paceline.draft.dflash.config import is_dflash, layer_sizes, refuse_mismatch
 from paceline.draft.formats.speculators import VERSION, proposal_config
 from paceline.draft.vocabulary import as_tensors
 from paceline.errors import ModelFileError, UnsupportedModelError
@@ -150,7 +150,6 @@ def new_config(
     `version`: EAGLE-3 version. "3.1" norms each tapped layer's features, and the state passed to the next step; "3"
     norms neither.
     """
-    num_heads, num_kv_heads = head_sizes(hidden_size, head_dim)
     taps = list(keys.pop("tap_layers", None) or default_taps(num_target_layers))
     return {
         "architectures": [ARCHITECTURE],
@@ -159,10 +158,7 @@ def new_config(
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size or vocab_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate_size or mlp_size(hidden_size),
+        **layer_sizes(hidden_size, head_dim, intermediate_size),
         "hidden_act": "silu",
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
