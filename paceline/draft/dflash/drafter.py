@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,19 +37,11 @@ from paceline.model.torch.fused import rms_norm, swiglu
 from paceline.plan.trees import MOST_NODES, Candidates
 from paceline.types import Batch, DraftBlock, Sequence
 
-
-class Attend(Protocol):
-    """Interface of the attention function that training passes to `DFlashNetwork.forward`. The function applies RoPE
-    and masks; blocks of several sequences are packed one after another.
-
-    `layer`: index of the draft layer. `query_THD`: queries of the blocks' T positions. `own`: (keys, values) of these
-    positions, [T, kv_heads, head_dim]. `context`: (keys, values) of N context positions. Queries and keys are normed,
-    without RoPE. Returns [T, heads * head_dim].
-    """
-
-    def __call__(
-        self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]
-    ) -> Tensor: ...
+Attend = Callable[[int, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]], Tensor]
+"""The attention function that training passes to `DFlashNetwork.forward`. It applies RoPE and masks; blocks of several
+sequences are packed one after another. Arguments: index of the draft layer; queries [T, heads, head_dim] of the blocks'
+T positions; (keys, values) of these positions, [T, kv_heads, head_dim]; (keys, values) of N context positions. Queries
+and keys are normed, without RoPE. Returns [T, heads * head_dim]."""
 
 
 class Norm(nn.Module):

@@ -14,9 +14,9 @@ with the PyPI package `speculators` 0.9.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,9 @@ from paceline.model.checkpoint import random_weights
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
 
-
-class Attend(Protocol):
-    """Interface of the attention function in training, which applies RoPE and masks. `layer`: index of the draft layer.
-    Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] are without RoPE. Returns [T, heads *
-    head_dim]."""
-
-    def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor: ...
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""The attention function in training, which applies RoPE and masks. Arguments: index of the draft layer; queries [T,
+heads, head_dim], keys and values [T, kv_heads, head_dim], without RoPE. Returns [T, heads * head_dim]."""
 
 
 class _Attention(Projections):
