@@ -25,6 +25,7 @@ from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, pos
 from paceline.model.torch.decoder import Layer, LayerAttention, build_layers
 from paceline.model.torch.heads import split_heads
 from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm, fuse
+from paceline.model.torch.recorded_pass import rows_at
 
 
 class Drafts(NamedTuple):
@@ -48,7 +49,8 @@ class TorchPath:
     def __init__(
         self, config: DFlashConfig, network: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
     ) -> None:
-        """`network`: tensors of the network. `own`: the drafter's draft vocabulary and LM head."""
+        """`network`: tensors of the network; those that DFlash 2 and DSpark add are ignored. `own`: the drafter's draft
+        vocabulary and LM head."""
         self.config, shape, (draft_ids, head_VD) = config, config.shape, own
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         self._target, self.dtype, self.device = target, dtype, device
@@ -63,7 +65,7 @@ class TorchPath:
             rows_V = rows_of_tokens(draft_ids, config.mask_token_id, target.vocab_size).to(device)
             self._embed = lambda tokens_T: table_VD[rows_V[tokens_T]]
         self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
-        weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
+        weights = {name: tensor.detach().to(device, dtype) for name, tensor in body_of(network).items()}
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         """Bytes of the drafter's prepared weights, without the target's."""
         if isinstance(self._head, PackedLinear):
@@ -142,7 +144,7 @@ class TorchPath:
         if outputs := self._replayed(rows, anchors, size):
             best_and_logprob = outputs[0].tolist()  # the round's only device-to-host copy
             slots_B = [best_and_logprob[row][:width] for row in rows]
-            logits_BKV = rows_of(outputs[1], rows)[:, :width] if with_logits else None
+            logits_BKV = rows_at(outputs[1], rows)[:, :width] if with_logits else None
             best_BK = [[int(best) for best, _ in slots] for slots in slots_B]
             return Drafts(best_BK, logits_BKV, [[sure for _, sure in slots] for slots in slots_B])
         logits_BKV = self._head(self.slots(rows, anchors, width, size)).unflatten(0, (len(rows), width))
@@ -248,11 +250,14 @@ class TorchPath:
         self._layers[index].run(residual, attention)
 
 
-def rows_of(tensor: Tensor, rows: list[int]) -> Tensor:
-    """Returns these rows of a tensor; the result is a view, not a copy, if `rows` is 0, 1, 2, ..."""
-    if rows == list(range(len(rows))):
-        return tensor[: len(rows)]
-    return tensor[torch.tensor(rows, device=tensor.device)]
+def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a network that DFlash v1 also has, without those that DFlash 2 and DSpark add."""
+    in_layer = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(("fc.", "hidden_norm.", "norm.")) or name.split(".", 2)[-1].startswith(in_layer)
+    }
 
 
 def _best(logits_BKV: Tensor) -> Tensor:
@@ -286,10 +291,10 @@ class NativePath:
         own: Vocabulary = ALL_TOKENS,
         more: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
-        """`own`: the drafter's draft vocabulary and LM head. `more`: function from a layer's index to further fields of
-        its CLayer (the native description of a layer)."""
+        """`network`, `own`: as in `TorchPath`. `more`: function from a layer's index to further fields of its CLayer
+        (the native description of a layer)."""
         self.config, shape, dtype, (draft_ids, head_VD) = config, config.shape, target.dtype, own
-        rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
+        rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in body_of(network).items()}
         weights = {name: target.as_weight(tensor) for name, tensor in rounded.items()}
 
         def make_layer(index: int, parts: dict[str, Weight]) -> dict[str, Any]:

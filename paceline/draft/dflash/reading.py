@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import takewhile
 
-import torch
 from torch import Tensor
 
 from paceline import rng
@@ -13,17 +12,14 @@ from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.foresight import Foresight, ranked
 from paceline.model.sampling.logits import MIN_TEMPERATURE, sample, target_probs, top_logprobs
 from paceline.model.sampling.race import FIELD
+from paceline.model.target import EndScales
 from paceline.plan.trees import Candidates
 from paceline.types import Sequence
 
 
 def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
     """Returns the LM head's logits multiplied by the config's output multiplier, then limited by its soft cap."""
-    if config.output_multiplier != 1.0:
-        logits = logits * config.output_multiplier
-    if config.final_logit_softcapping:
-        logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
-    return logits
+    return EndScales(logits=config.output_multiplier, cap=config.final_logit_softcapping).of_logits(logits)
 
 
 class Reading:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.dflash.paths import NativePath, TorchPath, rows_of
+from paceline.draft.dflash.paths import NativePath, TorchPath
 from paceline.draft.dflash2.codebooks import BOOKS
 from paceline.draft.dflash2.selector import Picks, Selector, choose, score
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
@@ -23,6 +23,7 @@ from paceline.model.sampling.device_race import Draws
 from paceline.model.target import Target
 from paceline.model.torch.decoder import LayerAttention
 from paceline.model.torch.parts import PackedLinear, Residual
+from paceline.model.torch.recorded_pass import rows_at
 
 SELECTOR, CONVS = "candidate_selector.", ("attention_conv", "mlp_conv")
 
@@ -65,7 +66,7 @@ class CandidatePath(TorchPath):
         block's first `width` draft positions; the next call may overwrite them. `anchors`: the rows' last committed
         tokens."""
         if outputs := self._replayed(rows, anchors, size):
-            return Picks(*(rows_of(tensor, rows)[:, :width] for tensor in outputs))
+            return Picks(*(rows_at(tensor, rows)[:, :width] for tensor in outputs))
         return self.scored(*self.read(rows, anchors, width, size), torch.tensor(anchors, device=self.device))
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
@@ -85,7 +86,7 @@ class DFlash2Path(CandidatePath):
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
     ) -> None:
-        super().__init__(config, body_of(tensors), target, own)
+        super().__init__(config, tensors, target, own)
         self._convs = [
             [self._conv(tensors, f"layers.{index}.{conv}") for conv in CONVS]
             for index in range(config.shape.num_layers)
@@ -117,7 +118,7 @@ class DFlash2NativePath(NativePath):
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
     ) -> None:
-        super().__init__(config, body_of(tensors), target, own, partial(_mixes, config, tensors, target))
+        super().__init__(config, tensors, target, own, partial(_mixes, config, tensors, target))
         ids_V = None if own.ids is None else own.ids.to(torch.int32).contiguous()
         self.selector = selector_of(config, tensors, torch.device("cpu"))
         before, after = (self.selector.get_parameter(book).detach().contiguous() for book in BOOKS)
@@ -132,15 +133,6 @@ class DFlash2NativePath(NativePath):
         constant per position, which changes neither drafts nor probabilities."""
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
-
-
-def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a DFlash 2 network that DFlash v1 also has: all but convolutions and selector."""
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not name.startswith(SELECTOR) and not any(f".{conv}." in name for conv in CONVS)
-    }
 
 
 def selector_of(config: DFlashConfig, tensors: Mapping[str, Tensor], device: torch.device) -> Selector:

@@ -35,10 +35,6 @@ class DSparkNetwork(ExtendedNetwork):
         self.confidence_head = ConfidenceHead(config) if config.markov.has_confidence else None
 
 
-def _is_head(name: str) -> bool:
-    return name.startswith((MARKOV, CONFIDENCE))
-
-
 class Heads(nn.Module):
     """The Markov head and the confidence head of one DSpark drafter, with weights prepared for one target."""
 
@@ -49,7 +45,8 @@ class Heads(nn.Module):
             self.markov_head = MarkovHead(config)
             self.confidence_head = ConfidenceHead(config) if config.markov.has_confidence else None
         kind = {"device": target.device, "dtype": target.dtype}
-        own = {name: tensor.detach().to(**kind) for name, tensor in tensors.items() if _is_head(name)}
+        heads = {name: tensor for name, tensor in tensors.items() if name.startswith((MARKOV, CONFIDENCE))}
+        own = {name: tensor.detach().to(**kind) for name, tensor in heads.items()}
         self.load_state_dict(own, assign=True)
         self.ids = None if ids is None else ids.to(target.device)
         self.columns_VR = self.markov_head.columns(self.ids).detach()
@@ -63,17 +60,13 @@ class Heads(nn.Module):
         return pick(*heads, hidden_BKD, logits_BKV, anchors_B, self.ids, self.columns_VR)
 
 
-def _body(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not _is_head(name)}
-
-
 class DSparkPath(CandidatePath):
     """DSpark in PyTorch operations on any device, with weights prepared for one target."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
     ) -> None:
-        super().__init__(config, _body(tensors), target, own)
+        super().__init__(config, tensors, target, own)
         self._heads = Heads(config, tensors, target, own.ids)
         self.weight_bytes += self._heads.weight_bytes
 
@@ -87,7 +80,7 @@ class DSparkNativePath(NativePath):
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
     ) -> None:
-        super().__init__(config, _body(tensors), target, own)
+        super().__init__(config, tensors, target, own)
         self._heads = Heads(config, tensors, target, own.ids)
         self.weight_bytes += self._heads.weight_bytes
 

@@ -259,9 +259,9 @@ class GraphDecoder(Decoder):
         self.cache.append(batch.rows, batch.counts)
         self.experts_read = static.chosen_LTK
         logit_places = [places[index] for index in batch.logit_rows]
-        taps_TF = None if static.taps_TF is None else self._at(static.taps_TF, places)
-        # Views of buffers that the next pass overwrites, unless `_at` had to gather rows.
-        return ForwardOutput(self._at(static.logits_TV, logit_places), taps_TF)
+        taps_TF = None if static.taps_TF is None else rows_at(static.taps_TF, places)
+        # Views of buffers that the next pass overwrites, unless `rows_at` had to gather rows.
+        return ForwardOutput(rows_at(static.logits_TV, logit_places), taps_TF)
 
     def _ordinary(self, batch: ForwardBatch) -> ForwardOutput:
         """Run an eager pass. If a large tree made it reallocate the pending windows of delta nets, captured graphs are
@@ -272,11 +272,12 @@ class GraphDecoder(Decoder):
             self._forget(self._grid.sizes[1][-1])
         return out
 
-    def _at(self, tensor: Tensor, places: list[int]) -> Tensor:
-        """Rows of a pass's outputs; a view if they are contiguous."""
-        if places == list(range(places[0], places[0] + len(places))):
-            return tensor[places[0] : places[0] + len(places)]
-        return tensor[torch.tensor(places, device=self.device)]
+
+def rows_at(tensor: Tensor, places: list[int]) -> Tensor:
+    """Return the rows of a pass's output at these places; the result is a view, not a copy, if they are contiguous."""
+    if places == list(range(places[0], places[0] + len(places))):
+        return tensor[places[0] : places[0] + len(places)]
+    return tensor[torch.tensor(places, device=tensor.device)]
 
 
 def pass_grid(num_rows: int, most_count: int) -> Grid:
