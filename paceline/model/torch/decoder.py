@@ -26,7 +26,7 @@ from paceline.model.torch.cuda_graphs import Recorder
 from paceline.model.torch.delta_cache import DeltaCache, FixedStage, Stage
 from paceline.model.torch.delta_net import DeltaLayer
 from paceline.model.torch.experts import Experts
-from paceline.model.torch.heads import Tables, split_heads, split_normed_heads
+from paceline.model.torch.heads import Tables, split_heads
 from paceline.model.torch.layer_inputs import LayerEnd, LayerInputs
 from paceline.model.torch.parts import (
     GatedMLP,
@@ -123,10 +123,9 @@ class Layer:
         keys, values, plan, writer, rope, tables, _ = attention
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         fused_TX = self.qkv(normed_TD)
-        if self.end is not None and self.qk_norm is not None:
-            query_THD = split_normed_heads(fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables)
-        else:
-            query_THD = split_heads(fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables)
+        norms_values = self.end is not None and self.qk_norm is not None
+        heads = fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables
+        query_THD = split_heads(*heads, norms_values=norms_values)
         attended_TX = plan.attend(query_THD, keys, values, self.scores)
         if self.config.output_gate:
             gates_TX = fused_TX[:, (num_heads + 2 * num_kv_heads) * self.config.head_dim :]

@@ -22,6 +22,7 @@ def split_heads(
     norm: RMSNorm | WholeNorm | None,
     rope: Rope | None,
     tables: Tables | None,
+    norms_values: bool = False,
 ) -> Tensor:
     """Split the QKV projection's output into heads, apply norms and RoPE, and write keys and values to the cache;
     returns the queries [T, num_heads, head_dim].
@@ -30,42 +31,16 @@ def split_heads(
     the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys. tables: cosines and signed sines of the
     tokens' positions (`Rope.tables`); without `rope` nothing is rotated. On a GPU this is one kernel
     (`kernels.layer.heads`).
+
+    norms_values: `norm` applies to values too (`DecoderConfig.layer_sizes`). Two types of layers then have fewer heads
+    in fused_TX. Without heads of values, the values are the keys before norm and RoPE. With heads of queries only,
+    nothing is written to the cache: the layer reads another layer's keys and values.
     """
-    if not kernels.can_run(fused_TX):
-        return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables)
+    if norms_values or not kernels.can_run(fused_TX):
+        return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables, norms_values)
     weight = None if norm is None else norm.for_kernel
     is_whole, rotated = isinstance(norm, WholeNorm), None if rope is None else tables
     return kernels.heads(fused_TX, num_heads, keys, values, writer.places, weight, rotated, is_whole)
-
-
-def split_normed_heads(
-    fused_TX: Tensor,
-    num_heads: int,
-    keys: Tensor,
-    values: Tensor,
-    writer: CacheWriter,
-    norm: RMSNorm | WholeNorm,
-    rope: Rope | None,
-    tables: Tables | None,
-) -> Tensor:
-    """Compute `split_heads`, with the same arguments, for models that norm values too (`DecoderConfig.layer_sizes`).
-
-    Two types of layers have fewer heads in fused_TX. Without heads of values, the values are the keys before norm and
-    RoPE. With heads of queries only, nothing is written to the cache: the layer reads another layer's keys and values.
-    """
-    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    num_qk_heads = num_heads + num_kv_heads
-    heads_THD = fused_TX.unflatten(-1, (-1, head_dim))
-    if heads_THD.shape[1] == num_qk_heads:
-        heads_THD = torch.cat([heads_THD, heads_THD[:, num_heads:]], dim=1)
-    normed_THD = norm(heads_THD)
-    qk_heads = normed_THD[:, :num_qk_heads]
-    if rope is not None and tables is not None:
-        qk_heads = rope.rotate(qk_heads, tables)
-    if heads_THD.shape[1] > num_heads:
-        writer.write(keys, qk_heads[:, num_heads:])
-        writer.write(values, normed_THD[:, num_qk_heads:])
-    return qk_heads[:, :num_heads]
 
 
 def heads_twin(
@@ -77,14 +52,22 @@ def heads_twin(
     norm: RMSNorm | WholeNorm | None,
     rope: Rope | None,
     tables: Tables | None,
+    norms_values: bool = False,
 ) -> Tensor:
     """Compute `split_heads`, with the same arguments, in PyTorch operations: the reference of the kernel."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_qk_heads = num_heads + num_kv_heads
     heads = fused_TX.unflatten(-1, (-1, head_dim))
-    qk_heads = heads[:, :num_qk_heads] if norm is None else norm.of_first(heads, num_qk_heads)
+    if norms_values and norm is not None:
+        if heads.shape[1] == num_qk_heads:
+            heads = torch.cat([heads, heads[:, num_heads:]], dim=1)
+        heads = norm(heads)
+        qk_heads = heads[:, :num_qk_heads]
+    else:
+        qk_heads = heads[:, :num_qk_heads] if norm is None else norm.of_first(heads, num_qk_heads)
     if rope is not None and tables is not None:
         qk_heads = rope.rotate(qk_heads, tables)
-    writer.write(keys, qk_heads[:, num_heads:])
-    writer.write(values, heads[:, num_qk_heads : num_qk_heads + num_kv_heads])
+    if heads.shape[1] > num_heads:
+        writer.write(keys, qk_heads[:, num_heads:])
+        writer.write(values, heads[:, num_qk_heads : num_qk_heads + num_kv_heads])
     return qk_heads[:, :num_heads]
