@@ -29,16 +29,14 @@ from paceline.draft.base import Observed
 from paceline.draft.pool import Pool
 from paceline.draft.tapped import TappedDrafter, Verified
 from paceline.engine.device_rows import DeviceRows, Marks, RowState
-from paceline.engine.round import RuleJudge, commit, failure_reason, is_shaped
-from paceline.errors import ConfigError, NumericsError
+from paceline.engine.round import RuleJudge, commit, failure_reason, is_shaped, sampled_token
+from paceline.errors import ConfigError
 from paceline.lossy import LOSSY
 from paceline.model.sampling.device_race import FAILED, WHOLE, race
-from paceline.model.sampling.race import race as race_on_host
 from paceline.model.target import Target
 from paceline.model.torch.cuda_graphs import Grid, Recordings, Region, row_sizes
 from paceline.model.torch.recorded_pass import GraphDecoder, can_record, pass_grid
-from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
-from paceline.verify.rules import Uniforms
+from paceline.types import NONE, Batch, DraftBlock, RoundStats, Take, Verdict
 
 EVERYWHERE = False
 """True if engines also compute device rounds on devices without CUDA graphs; set by tests."""
@@ -376,16 +374,8 @@ class DeviceRounds:
             if token < 0 and not seq.params.is_greedy:
                 logits_JV = region.logits_JV(seq.row, outcome.num_accepted + 1)
                 self.counts["whole distribution"] += token == WHOLE
-                token = _draw(seq, outcome.num_accepted, logits_JV[-1])
+                token = sampled_token(seq, outcome.num_accepted, logits_JV[-1])
             next_B.append(token)
             failed_B.append(failure_reason(seq, outcome.num_accepted, logits_JV) if token < 0 else None)
         accepted_B = [0 if failed else count for failed, count in zip(failed_B, accepted_B, strict=True)]
         return Verdict(accepted_B, next_B, self._judge.rule.lossless, failed_B=failed_B if any(failed_B) else None)
-
-
-def _draw(seq: Sequence, slot: int, logits_V: Tensor) -> int:
-    """Returns the target's own token at a slot, sampled on the host; FAILED without a distribution."""
-    try:
-        return race_on_host(logits_V, seq.params, Uniforms.of(seq).noise(slot))
-    except NumericsError:
-        return FAILED

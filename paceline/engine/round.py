@@ -275,10 +275,7 @@ class RuleJudge:
             slots = list(range(len(slots)))  # `shape` and `penalise` returned the path's rows only
         if seq.params.is_greedy:
             return ForwardOutput(logits_JV[slots[-1] :][:1], None).best_T()[0]
-        try:
-            return race(logits_JV[slots[-1]], seq.params, Uniforms.of(seq).noise(len(path)))
-        except NumericsError:
-            return _NONE
+        return sampled_token(seq, len(path), logits_JV[slots[-1]])
 
     def _judge_greedy(self, seq: Sequence, tokens: list[int], argmax_J: list[int]) -> RowVerdict:
         if self.rule.needs_probs:
@@ -300,6 +297,14 @@ class RuleJudge:
             return verify(checked_row(seq, tokens, probs_KV, logits_JV))
         except NumericsError:
             return RowVerdict(0, _NONE)
+
+
+def sampled_token(seq: Sequence, slot: int, logits_V: Tensor) -> int:
+    """Samples the target's own token at a slot (draft position); returns -1 if the logits give no distribution."""
+    try:
+        return race(logits_V, seq.params, Uniforms.of(seq).noise(slot))
+    except NumericsError:
+        return _NONE
 
 
 def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
