@@ -136,6 +136,7 @@ def config_of(model: str) -> dict[str, Any]:
 def _entry(model: str) -> dict[str, Any]:
     known, wanted = entries(), model.rpartition("/")[2].lower()
     by_name = {other.lower(): entry for entry in known.values() for other in entry.get("aliases", ())}
+    by_name |= {entry["hub"].rpartition("/")[2].lower(): entry for entry in known.values() if entry["hub"]}
     by_name |= {name.lower(): entry for name, entry in known.items()}
     if entry := by_name.get(model.lower()) or by_name.get(wanted):
         return entry
