@@ -20,7 +20,8 @@ from typing import Any
 from paceline.config import EngineConfig, resolve
 from paceline.errors import ConfigError
 from paceline.hardware import Machine, this_machine
-from paceline.plan.marginals import Marginals
+from paceline.plan.marginals import Expected, Marginals
+from paceline.plan.trees import MOST_NODES
 from paceline.simulate import limits
 from paceline.simulate.assumed import ACCEPTANCE, assumed
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig, given_of
@@ -47,7 +48,7 @@ from paceline.simulate.server.load import LoadFigures, capacity, parse_lengths, 
 from paceline.simulate.server.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.server.server import Case, ServerShape
 from paceline.simulate.speedup import Acceptance, Load, Prediction, most_drafts, parse_acceptance, predict
-from paceline.simulate.trees import BEST, TreePrediction, expected_of, parse_sizes, predict_trees
+from paceline.simulate.trees import BEST, TreePrediction, parse_sizes, predict_trees
 
 MAX_ROWS, MAX_DRAFT = 8, 16
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
@@ -288,7 +289,9 @@ def _trees(
             marginals = marginals.with_firsts([acceptance.at(place) for place in range(1, num_slots + 1)])
         setup.limits.append(limits.TEXTS["tree_shares"])
     setup.limits.append(limits.TEXTS["trees"].format(slots=num_slots))
-    expected, has_unit = expected_of(marginals, num_slots), setup.kind != "toy"
+    expected, has_unit = [Expected(1.0, 0.0)] * (MOST_NODES + 1), setup.kind != "toy"
+    if num_slots:
+        expected = marginals.first_slots(num_slots).expected(MOST_NODES)
     pairs = zip(loads, chains, strict=True)
     return [predict_trees(setup.costs, expected, load, chain, sizes, has_unit) for load, chain in pairs]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.plan.marginals import Expected, Marginals
+from paceline.plan.marginals import Expected
 from paceline.plan.trees import MOST_NODES
 from paceline.simulate.costs.rounds import StepCosts
 from paceline.simulate.speedup import Load, Prediction
@@ -63,15 +63,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
-    """Returns the mean acceptance length and the mean depth (drafts on the longest path) of draft trees, over simulated
-    rounds. Entry n is for the trees of n drafts of which most are expected to be accepted; n is 0 to MOST_NODES.
-    `marginals`: the candidates' acceptance chances by draft position and rank. `num_slots`: maximum depth of a tree."""
-    if not num_slots:
-        return [Expected(1.0, 0.0)] * (MOST_NODES + 1)
-    return marginals.first_slots(num_slots).expected(MOST_NODES)
-
-
 def predict_trees(
     costs: StepCosts,
     expected: Sequence[Expected],
@@ -81,8 +72,9 @@ def predict_trees(
     has_unit: bool = True,
 ) -> TreePrediction:
     """Predicts draft trees of the best size and of the requested `sizes` (numbers of drafts) for one load.
-    `expected[n]`: acceptance length and depth of trees with n drafts. `chain`: prediction of chains (drafts without
-    branches) for the same load. `has_unit`: True if costs are in seconds; otherwise tokens per second are None."""
+    `expected[n]`: acceptance length and depth (drafts on the longest path) of trees with n drafts. `chain`: prediction
+    of chains (drafts without branches) for the same load. `has_unit`: True if costs are in seconds; otherwise tokens
+    per second are None."""
 
     def point(nodes: int) -> TreePoint:
         tokens, depth = expected[nodes]
