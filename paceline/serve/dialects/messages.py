@@ -115,9 +115,8 @@ class CountTokensRequest(Closed):
     nested: ClassVar[dict[str, dict[str, Refused]]] = fields.MESSAGES_NESTED_REFUSED
 
     model: str | None = Field(None, description="Model name as in /v1/models; there is only one.")
-    messages: list[MessageTurn] = Field(
-        min_length=1, description="The conversation; a last message of the assistant is continued."
-    )
+    messages: list[MessageTurn] = Field(min_length=1)
+    """The conversation; a last message of the assistant is continued."""
     system: str | list[TextBlock] | None = Field(None, description="System prompt.")
     tools: list[MessageTool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: MessageToolChoice | None = None
@@ -129,14 +128,12 @@ class MessagesRequest(CountTokensRequest):
     refused: ClassVar[dict[str, Refused]] = fields.MESSAGES_REFUSED
 
     max_tokens: Int = Field(ge=1, description="Longest answer, in tokens.")
-    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = Field(
-        None, description="Texts that end the answer."
-    )
+    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
+    """Texts that end the answer."""
     stream: Flag | None = Field(False, description="Stream the answer as server-sent events.")
     temperature: Float | None = Field(None, ge=0, le=2, description="Default 1.0; 0 is greedy.")
-    top_p: Float | None = Field(
-        None, ge=0, le=1, description="Keep the most probable tokens with this total probability."
-    )
+    top_p: Float | None = Field(None, ge=0, le=1)
+    """Keep the most probable tokens with this total probability."""
     top_k: Int | None = Field(None, ge=-1, description="Keep this many of the most probable tokens; 0 and -1 keep all.")
 
 

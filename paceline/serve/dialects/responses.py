@@ -126,9 +126,8 @@ class ResponsesRequest(Closed):
     stream: Flag | None = Field(False, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
     temperature: Float | None = Field(None, ge=0, le=2, description="Default 1.0; 0 is greedy.")
-    top_p: Float | None = Field(
-        None, ge=0, le=1, description="Keep the most probable tokens with this total probability."
-    )
+    top_p: Float | None = Field(None, ge=0, le=1)
+    """Keep the most probable tokens with this total probability."""
     include: (
         list[
             Literal[
@@ -144,9 +143,8 @@ class ResponsesRequest(Closed):
         ]
         | None
     ) = Field(None, description="message.output_text.logprobs adds log-probabilities; the others have no effect.")
-    top_logprobs: Int | None = Field(
-        None, ge=0, le=20, description="Number of alternatives for each token's log-probability."
-    )
+    top_logprobs: Int | None = Field(None, ge=0, le=20)
+    """Number of alternatives for each token's log-probability."""
     tools: list[ResponseTool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     """auto lets the model decide; required, or a function's name, forces a call."""

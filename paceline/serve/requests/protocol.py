@@ -95,9 +95,8 @@ class CalledFunction(Closed):
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["tool_calls.function"]
 
     name: str
-    arguments: str | dict[str, Any] | None = Field(
-        "{}", description="A JSON object, or its text; empty and null are {}."
-    )
+    arguments: str | dict[str, Any] | None = "{}"
+    """A JSON object, or its text; empty and null are {}."""
 
 
 class Tool(Closed):
@@ -140,18 +139,15 @@ class Message(Closed):
 
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["messages"]
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
-        description="Author of the message."
-    )
-    content: SkipValidation[str | list[ContentPart] | None] = Field(
-        None, description="Text, or a list of text parts, which are joined by line breaks."
-    )
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """Author of the message."""
+    content: SkipValidation[str | list[ContentPart] | None] = None
+    """Text, or a list of text parts, which are joined by line breaks."""
     name: SkipValidation[str | None] = Field(None, description="Name of the author, for chat templates that use it.")
     tool_calls: SkipValidation[list[ToolCall] | None] = Field(None, description="assistant: its tool calls.")
     tool_call_id: SkipValidation[str | None] = Field(None, description="tool: id of the call that it answers.")
-    reasoning_content: SkipValidation[str | None] = Field(
-        None, description="assistant: its reasoning, for the template."
-    )
+    reasoning_content: SkipValidation[str | None] = None
+    """assistant: its reasoning, for the template."""
     reasoning: SkipValidation[str | None] = Field(None, description="Same as reasoning_content.")
     function_call: SkipValidation[CalledFunction | None] = Field(None, description="Older form of tool_calls.")
     refusal: SkipValidation[str | None] = Field(None, description="Replaces a content that is null.")
@@ -166,9 +162,8 @@ class Prediction(Closed):
     never changes."""
 
     type: Literal["content"]
-    content: SkipValidation[str | list[ContentPart]] = Field(
-        description="Text, or a list of text parts, which are joined by line breaks."
-    )
+    content: SkipValidation[str | list[ContentPart]]
+    """Text, or a list of text parts, which are joined by line breaks."""
 
 
 class Sampling(Closed):
@@ -183,35 +178,26 @@ class Sampling(Closed):
     stream_options: StreamOptions | None = Field(None, description="With stream only.")
     seed: Int | None = Field(None, ge=-1, le=2**63 - 1)
     """The same seed gives the same text; without a seed, or with -1, each answer gets a random one."""
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = Field(
-        None, description="Text or special tokens that end the answer."
-    )
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    """Text or special tokens that end the answer."""
     stop_token_ids: list[Int] | None = Field(None, max_length=64, description="Tokens that end the answer.")
     max_tokens: Int | None = Field(None, ge=1)
     """Longest answer, in tokens [default: --default-max-tokens of the server for chats, 16 for text completions]."""
     temperature: Float | None = Field(None, ge=0, le=2, description="Default 1.0, as in OpenAI's API; 0 is greedy.")
-    top_p: Float | None = Field(
-        None, ge=0, le=1, description="Keep the most probable tokens with this total probability."
-    )
+    top_p: Float | None = Field(None, ge=0, le=1)
+    """Keep the most probable tokens with this total probability."""
     top_k: Int | None = Field(None, ge=-1, description="Keep this many of the most probable tokens; 0 and -1 keep all.")
-    min_p: Float | None = Field(
-        None, ge=0, le=1, description="Keep tokens with at least min_p times the top probability."
-    )
+    min_p: Float | None = Field(None, ge=0, le=1)
+    """Keep tokens with at least min_p times the top probability."""
     presence_penalty: Float | None = Field(None, ge=-100, le=100, description="Subtract once for tokens in the answer.")
-    frequency_penalty: Float | None = Field(
-        None, ge=-100, le=100, description="Subtract once per occurrence in the answer."
-    )
-    repetition_penalty: Float | None = Field(
-        None,
-        ge=0.01,
-        le=100,
-        description="Divide positive (multiply negative) logits of tokens in prompt or answer; 1 is off.",
-    )
+    frequency_penalty: Float | None = Field(None, ge=-100, le=100)
+    """Subtract once per occurrence in the answer."""
+    repetition_penalty: Float | None = Field(None, ge=0.01, le=100)
+    """Divide positive (multiply negative) logits of tokens in prompt or answer; 1 is off."""
     logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     """Token id, as text -> value added to its logit; -100 forbids the token."""
-    min_tokens: Int | None = Field(
-        None, ge=0, description="Ignore end tokens and stop strings before this many tokens."
-    )
+    min_tokens: Int | None = Field(None, ge=0)
+    """Ignore end tokens and stop strings before this many tokens."""
     bad_words: Annotated[list[str], Field(max_length=64)] | None = None
     """Forbidden words, as the tokens that encode them at the beginning of a text or after a space."""
     skip_special_tokens: Flag | None = Field(True, description="false: special tokens are part of the text.")
@@ -247,9 +233,8 @@ class ChatRequest(Sampling):
     messages: list[Message] = Field(min_length=1, description="The conversation so far, the question last.")
     max_completion_tokens: Int | None = Field(None, ge=1, description="Newer name of max_tokens.")
     logprobs: Flag | None = Field(False, description="Return each token's log-probability.")
-    top_logprobs: Int | None = Field(
-        None, ge=0, le=20, description="Number of alternatives per token; requires logprobs."
-    )
+    top_logprobs: Int | None = Field(None, ge=0, le=20)
+    """Number of alternatives per token; requires logprobs."""
     prediction: Prediction | None = Field(None, description="Expected answer, from which drafts are taken as well.")
     tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
@@ -257,9 +242,8 @@ class ChatRequest(Sampling):
     parallel_tool_calls: Flag | None = Field(True, description="false: an answer has at most one call.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's chat template.")
     reasoning_effort: str | None = Field(None, description="Passed to the chat template, which must use it.")
-    documents: list[dict[str, Any]] | None = Field(
-        None, description="Passed to the chat template, which must use them."
-    )
+    documents: list[dict[str, Any]] | None = None
+    """Passed to the chat template, which must use them."""
     add_generation_prompt: Flag | None = Field(None, description="false: the prompt ends with the last message.")
     continue_final_message: Flag | None = Field(None, description="The answer continues the last message's text.")
     add_special_tokens: Literal[False] | None = Field(None, description="The template adds special tokens.")
@@ -268,16 +252,13 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     refused: ClassVar[dict[str, Refused]] = fields.TEXT_REFUSED
 
-    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(
-        description="A text or its token ids, or several of them."
-    )
-    logprobs: Int | None = Field(
-        None, ge=0, le=20, description="Return log-probabilities, with this many alternatives."
-    )
+    prompt: str | list[str] | list[Int] | list[list[Int]]
+    """A text or its token ids, or several of them."""
+    logprobs: Int | None = Field(None, ge=0, le=20)
+    """Return log-probabilities, with this many alternatives."""
     echo: Flag | None = Field(False, description="Put the prompt before the answer; with logprobs, score it too.")
-    add_special_tokens: Flag | None = Field(
-        True, description="Add the special tokens that the model expects around a text."
-    )
+    add_special_tokens: Flag | None = True
+    """Add the special tokens that the model expects around a text."""
     suffix: str | None = Field(None, description="Not supported.")
     best_of: Int | None = Field(None, description="Must equal n: answers are not ranked.")
 
@@ -328,9 +309,8 @@ class DetokenizeAnswer(BaseModel):
 
 
 class LoadRequest(Closed):
-    drafter: str = Field(
-        min_length=1, max_length=4096, description="A folder on the server, a hub id, or a drafter's name."
-    )
+    drafter: str = Field(min_length=1, max_length=4096)
+    """A folder on the server, a hub id, or a drafter's name."""
 
 
 class ErrorBody(BaseModel):
