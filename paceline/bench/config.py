@@ -70,11 +70,10 @@ class BenchConfig:
 def check_peers(names: Sequence[str]) -> None:
     """Check the names of engines to compare with (option --against). Raises ConfigError for a name other than
     "transformers", the only one supported, or if Transformers is not installed."""
-    refuse(
-        ConfigError,
-        (any(name != "transformers" for name in names), "the only peer known to --against is transformers"),
-        (bool(names) and find_spec("transformers") is None, "--against needs Transformers: pip install 'paceline[hf]'"),
-    )
+    if any(name != "transformers" for name in names):
+        raise ConfigError("the only peer known to --against is transformers")
+    if names and find_spec("transformers") is None:
+        raise ConfigError("--against needs Transformers: pip install 'paceline[hf]'")
 
 
 class MockSetting(NamedTuple):
@@ -259,10 +258,8 @@ class LatencyConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(
-            ConfigError,
-            (self.rate is not None and self.concurrency is not None, "give either a rate or a concurrency, not both"),
-        )
+        if self.rate is not None and self.concurrency is not None:
+            raise ConfigError("give either a rate or a concurrency, not both")
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,14 +86,12 @@ def bench_decode(
     if mocked.tokens_per_round or mocked.trees:
         unused = ", ".join(sorted(written & NOT_MOCKED))
         drafter, *more = [name for name in config.drafters if name not in ("none", "default")] or [mocked.drafter]
-        refuse(
-            ConfigError,
-            (
-                bool(unused),
-                f"{unused} does not go with --mock-tokens-per-round and --mock-trees: leave one of them out",
-            ),
-            (bool(more), "--drafters names several: mocked acceptance measures one drafter"),
-        )
+        if unused:
+            raise ConfigError(
+                f"{unused} does not go with --mock-tokens-per-round and --mock-trees: leave one of them out"
+            )
+        if more:
+            raise ConfigError("--drafters names several: mocked acceptance measures one drafter")
         same = {name: getattr(config, name) for name in ("batches", "max_tokens", "repeat", "num_drafted")}
         mocked = replace(mocked, drafter=drafter, **same)
         return runs.bench_mock(engine, mocked, out, TerminalProgress())

@@ -13,7 +13,7 @@ from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import NO_MOCKS, Json, introduce, say, starting
 from paceline.commands.start_engine import check_own, serve_with_other
 from paceline.config import EngineConfig, read_api_keys, short_name
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError
 from paceline.loop.adapt.config import OtherEngineConfig
 from paceline.plan.routes import Router
 from paceline.runs.settings_file import read_settings_file
@@ -150,17 +150,12 @@ def serve(
 
 def _check_mock(serving: ServeConfig, tracing: TraceConfig) -> None:
     """Raises ConfigError if mocked answers would be recorded as training data."""
-    refuse(
-        ConfigError,
-        (
-            tracing.folder is not None,
-            "--mock does not go with --traces: a drafter would be trained on meaningless text; leave one of them out",
-        ),
-        (
-            serving.features,
-            "--mock does not go with --features: nothing is to be learned from it; leave one of them out",
-        ),
-    )
+    if tracing.folder is not None:
+        raise ConfigError(
+            "--mock does not go with --traces: a drafter would be trained on meaningless text; leave one of them out"
+        )
+    if serving.features:
+        raise ConfigError("--mock does not go with --features: nothing is to be learned from it; leave one of them out")
 
 
 def _mocked(

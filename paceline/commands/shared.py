@@ -15,7 +15,7 @@ import typer
 
 from paceline.commands.options import Changed, Only, Opt, Without
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, PromptError, refuse, reraised
+from paceline.errors import ConfigError, PromptError, reraised
 from paceline.hub import check_name
 from paceline.lossy import Lossy
 from paceline.report.tables import Progress
@@ -165,10 +165,8 @@ def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
     rule's own limit of the mean total variation. Raises SamplingError for an invalid rule, ConfigError for `max_tv`
     without a rule."""
     if text is None:
-        refuse(
-            ConfigError,
-            (max_tv is not None, "--max-tv is the budget of a lossy rule: give --lossy too, or leave it out"),
-        )
+        if max_tv is not None:
+            raise ConfigError("--max-tv is the budget of a lossy rule: give --lossy too, or leave it out")
         return None
     lossy = Lossy.of(text)
     return lossy if max_tv is None else replace(lossy, max_tv=max_tv)

@@ -11,7 +11,7 @@ import typer
 
 from paceline.commands.options import options
 from paceline.commands.shared import Json, say
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError
 from paceline.report.tables import Column, Table, block, spread_column
 from paceline.runs.folder import plain, write_whole
 from paceline.simulate.config import CostsConfig, PredictConfig, PriceConfig
@@ -81,11 +81,10 @@ def simulate(
     if list_known:
         return _list_known(as_json)
     is_prediction = flags or (config, price) != (PredictConfig(), PriceConfig())
-    refuse(
-        ConfigError,
-        (out is not None and not calibrate, "--out is written by --calibrate: add that, or leave --out out"),
-        (bool(calibrate) and is_prediction, "--calibrate fits costs alone: predict after it, with --calibration"),
-    )
+    if out is not None and not calibrate:
+        raise ConfigError("--out is written by --calibrate: add that, or leave --out out")
+    if bool(calibrate) and is_prediction:
+        raise ConfigError("--calibrate fits costs alone: predict after it, with --calibration")
     if calibrate:
         return _fit_and_report(costs, calibrate, out, as_json)
     from paceline.simulate.answer import predict_all

@@ -31,10 +31,8 @@ def check_own(words: Sequence[str], context: typer.Context | None) -> None:
     """Check the arguments of `serve` when paceline's own engine runs (no --engine). Raises ConfigError for arguments
     that only vLLM and SGLang can use: `words` (options after `--`), or an option such as --check. `context`: click's
     context of the command; None if called from Python."""
-    refuse(
-        ConfigError,
-        (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too"),
-    )
+    if words:
+        raise ConfigError(f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too")
     for name in _given(context):
         if name in OTHERS:
             raise ConfigError(

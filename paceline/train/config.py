@@ -151,11 +151,10 @@ class RemoteConfig:
         for name in ("answers_from", "features_from"):
             has_both = self.ray is not None and getattr(self, name) is not None
             refuse(ConfigError, (has_both, f"ray and {name} both say who runs the target: leave one out"))
-        refuse(
-            ConfigError,
-            (self.ray_workers is not None and not self.ray, "ray_workers needs ray: give its address"),
-            (bool(self.features_folder) and not self.features_from, "features_folder needs features_from: give it"),
-        )
+        if self.ray_workers is not None and not self.ray:
+            raise ConfigError("ray_workers needs ray: give its address")
+        if bool(self.features_folder) and not self.features_from:
+            raise ConfigError("features_folder needs features_from: give it")
         has_server, of_server = bool(self.answers_from or self.features_from), ("at_once", "patience_minutes")
         refuse_unused(self, has_server, "without a server, such as answers_from", "served_name", *of_server)
 

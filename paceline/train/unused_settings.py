@@ -48,17 +48,14 @@ def check_unused(config: TrainConfig, kind: str, typed: Collection[str]) -> None
     settings on the command line, such as "shape.start". Settings from a run.yaml or from Python are not checked: they
     may hold values for another drafter. `kind`: drafting method of the drafter that is trained."""
     is_another_block = config.shape.is_chained and config.shape.block_size != 1 + config.shape.ttt_steps
-    refuse(
-        ConfigError,
-        (
-            config.init is not None and "shape.start" in typed,
-            f"start means nothing for the drafter of --init {config.init}, which has layers: leave it out",
-        ),
-        (
-            is_another_block and "shape.block_size" in typed,
-            f"block_size means nothing for {kind} drafters, whose blocks are ttt_steps and the anchor: leave it out",
-        ),
-    )
+    if config.init is not None and "shape.start" in typed:
+        raise ConfigError(
+            f"start means nothing for the drafter of --init {config.init}, which has layers: leave it out"
+        )
+    if is_another_block and "shape.block_size" in typed:
+        raise ConfigError(
+            f"block_size means nothing for {kind} drafters, whose blocks are ttt_steps and the anchor: leave it out"
+        )
     for name, where in _unused(config, kind):
         if name in typed and value_of(config, name) != value_of(TrainConfig(), name):
             raise ConfigError(f"{name.rpartition('.')[2]} means nothing {where}: leave it out")
@@ -97,12 +94,9 @@ def check_prompts(prompting: PromptsConfig, *, has_answers: bool = False) -> Non
     names = () if prompting.prompts else selecting
     unread = next((name for name in names if getattr(prompting, name)), None)
     writes = prompting.self_written or not (prompting.prompts or has_answers)
-    refuse(
-        ConfigError,
-        (unread is not None, f"{unread} means nothing without prompts to read: leave it out"),
-        (bool(prompting.tags) and has_answers, "tags select prompts, not answers: give answers of these tags alone"),
-        (
-            prompting.openers is not None and not writes,
-            "openers means nothing without self_written prompts: leave it out",
-        ),
-    )
+    if unread is not None:
+        raise ConfigError(f"{unread} means nothing without prompts to read: leave it out")
+    if prompting.tags and has_answers:
+        raise ConfigError("tags select prompts, not answers: give answers of these tags alone")
+    if prompting.openers is not None and not writes:
+        raise ConfigError("openers means nothing without self_written prompts: leave it out")

@@ -17,7 +17,7 @@ from paceline.draft.dflash2.drafter import ExtendedNetwork
 from paceline.draft.eagle3.checkpoint import read_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Network
 from paceline.draft.vocabulary import Vocabulary
-from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError, refuse
+from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError
 from paceline.model.config.decoder import has_llama_layers
 from paceline.model.target import Target
 from paceline.train.config import DrafterShape, TrainConfig
@@ -126,20 +126,16 @@ def _check_kept(config: TrainConfig, network: DFlashNetwork | Eagle3Network) -> 
 def _check_new(shape: DrafterShape, target: TargetFacts) -> None:
     taps, mask, sizes = shape.tap_layers or (), shape.mask_token_id or 0, target.shape
     own_sizes(shape, target.raw if target.family else {})
-    refuse(
-        ConfigError,
-        (max(taps, default=0) >= sizes.num_layers, f"--tap-layers: the target has layers 0 to {sizes.num_layers - 1}"),
-        (len(set(taps)) < len(taps), "--tap-layers names a layer twice: leave one out"),
-        (
-            bool(taps) and shape.num_taps not in (None, len(taps)),
-            f"--taps is {shape.num_taps}, but --tap-layers names {len(taps)} layers: leave one out",
-        ),
-        (mask >= sizes.vocab_size, f"--mask-token {mask}: the target has tokens 0 to {sizes.vocab_size - 1}"),
-        (
-            shape.is_copied and not shape.is_chained and not has_llama_layers(target.family or "llama"),
-            f"--first-layers copied: layers of {target.family} cannot be copied: {REMEDY}",
-        ),
-    )
+    if max(taps, default=0) >= sizes.num_layers:
+        raise ConfigError(f"--tap-layers: the target has layers 0 to {sizes.num_layers - 1}")
+    if len(set(taps)) < len(taps):
+        raise ConfigError("--tap-layers names a layer twice: leave one out")
+    if taps and shape.num_taps not in (None, len(taps)):
+        raise ConfigError(f"--taps is {shape.num_taps}, but --tap-layers names {len(taps)} layers: leave one out")
+    if mask >= sizes.vocab_size:
+        raise ConfigError(f"--mask-token {mask}: the target has tokens 0 to {sizes.vocab_size - 1}")
+    if shape.is_copied and not shape.is_chained and not has_llama_layers(target.family or "llama"):
+        raise ConfigError(f"--first-layers copied: layers of {target.family} cannot be copied: {REMEDY}")
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.draft.mtp.checkpoint import LAYER, MtpLayer, checked, find_mtp, one_layer, read_mtp
-from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError, refuse
+from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError
 from paceline.hub import resolve
 from paceline.model.adapter import base_of
 from paceline.model.checkpoint import config_json, load_tensors
@@ -202,19 +202,16 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
     from_gguf = is_gguf(base_of(path))
     layer = None if from_gguf else find_mtp(path)  # llama.cpp's names of such layers are not read
     where = " that is read from a GGUF file" if from_gguf else ""
-    refuse(
-        ConfigError,
-        (
-            layer is None and not is_copied,
+    if layer is None and not is_copied:
+        raise ConfigError(
             f"{config.target.model} holds no multi-token-prediction layer to be trained{where}: begin a new one as a "
-            "copy of its last layer (--first-layers copied), or train another kind (--drafter-kind eagle3, or dflash)",
-        ),
-        (
-            layer is not None and is_copied,
+            "copy of its last layer (--first-layers copied), or train another kind (--drafter-kind eagle3, or dflash)"
+        )
+    if layer is not None and is_copied:
+        raise ConfigError(
             f"{config.target.model} has a multi-token-prediction layer of its own: leave --first-layers out, and it "
-            "is trained",
-        ),
-    )
+            "is trained"
+        )
     return layer or new_layer(path, config.loop.seed)
 
 
