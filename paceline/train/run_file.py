@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import ConfigError
+from paceline.report.tables import flat
 from paceline.runs.folder import plain, write_whole
 from paceline.runs.settings_file import read_settings_file
 from paceline.train.config import TrainConfig
@@ -93,7 +94,7 @@ def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
     return tree
 
 
-def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainConfig:
+def config_of(tree: dict[str, Any], source: Path | str = RUN_FILE) -> TrainConfig:
     """Returns the TrainConfig with the values of `tree`, nested dicts as from `read_run_file`. Its fields count as
     given by the user. `source`: the tree's file, for error messages. Raises ConfigError for a value of a wrong type or
     out of its range."""
@@ -132,13 +133,9 @@ def overlaid(tree: Mapping[str, Any], config: TrainConfig, names: set[str]) -> d
     return merged
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the full names of the values in a tree (nested dicts), such as shape.num_layers, each after `prefix`."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+def leaves(tree: dict[str, Any]) -> Iterator[str]:
+    """Yields the full names of the values in a tree (nested dicts), such as shape.num_layers."""
+    return (name for name, _ in flat(tree))
 
 
 def with_given(config: TrainConfig) -> TrainConfig:
@@ -191,11 +188,6 @@ def _inner(hint: Any) -> type | None:
     return hint if dataclasses.is_dataclass(hint) and isinstance(hint, type) else None
 
 
-def _part_of(hint: Any) -> type | None:
-    """Returns the dataclass of an optional part, such as GrammarSpec | None."""
-    return next((part for part in map(_inner, get_args(hint)) if part), None)
-
-
 def _every_name(owner: type, prefix: str = "") -> Iterator[str]:
     for name, hint in _fields(owner).items():
         inner = _inner(hint)
@@ -215,9 +207,9 @@ def _check_names(file: Path, within: tuple[type, type], tree: Mapping[Any, Any],
             raise ConfigError(
                 f"{file}: {prefix}{name} must hold settings by name, such as {next(iter(_fields(inner)))}"
             )
-        whole_part = inner or _part_of(fields[name]) if isinstance(value, Mapping) else None
-        if whole_part:
-            _check_names(file, (whole_part, whole), value, f"{prefix}{name}.")
+        if isinstance(value, Mapping):
+            for part in filter(None, (inner, *map(_inner, get_args(fields[name])))):  # also that of GrammarSpec | None
+                _check_names(file, (part, whole), value, f"{prefix}{name}.")
 
 
 def _nearest(within: tuple[type, type], name: str, prefix: str) -> str:

@@ -31,6 +31,11 @@ class TokenizerOnly:
     """Replaces an `LLM` where only its tokenizer is needed; encodes conversations exactly as `LLM.encode_chat` does."""
 
     tokenizer: Tokenizer
+    introduction: str = ""
+    """Text for the user that says where the target runs."""
+
+    def close(self) -> None:
+        """Does nothing: only `RemoteLLM` has a connection to close."""
 
     def encode_chat(
         self,

@@ -71,18 +71,8 @@ class RemoteLLM(TokenizerOnly):
         self.engine.close()
 
 
-@dataclass
-class RayTokenizer(TokenizerOnly):
-    """Replaces an `LLM` if the target runs on the workers of a Ray cluster: has only the tokenizer."""
-
-    introduction: str
-
-    def close(self) -> None:
-        """Does nothing: only `RemoteLLM` has a connection to close."""
-
-
-def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | None:
-    """Returns the object that replaces the LLM: a RemoteLLM if a server runs the target, a RayTokenizer if a Ray
+def remote_target_of(config: RegenerateConfig) -> TokenizerOnly | None:
+    """Returns the object that replaces the LLM: a RemoteLLM if a server runs the target, a TokenizerOnly if a Ray
     cluster does, None if this machine does. Raises:
     - ConfigError for an invalid address, for a grammar or `top_k` with a server, or for prompts written by the target
       with Ray;
@@ -96,7 +86,7 @@ def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | Non
             raise ConfigError(
                 "ray: prompts that the target writes itself are written on one machine: give prompts (--prompts)"
             )
-        return RayTokenizer(_tokenizer(config), f"the workers of Ray at {where.ray} answer")
+        return TokenizerOnly(_tokenizer(config), f"the workers of Ray at {where.ray} answer")
     assert where.answers_from
     if config.answering.grammar is not None:
         raise ConfigError(NO_GRAMMAR)

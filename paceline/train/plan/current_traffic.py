@@ -6,9 +6,7 @@ seen = with_server(seen, seen_in_server(parse_server(text), url))   # and what t
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,14 +89,6 @@ class _Counts:
         if any(row.get("drafted") or ()):
             self.drafters.add(row.get("drafter") or "")
 
-    @classmethod
-    def sum(cls, parts: Iterable[_Counts]) -> _Counts:
-        listed = list(parts)
-        rounds = itertools.chain.from_iterable(part.rounds for part in listed)
-        lengths = itertools.chain.from_iterable(part.lengths for part in listed)
-        drafters = set().union(*(part.drafters for part in listed))
-        return cls(list(rounds), list(lengths), drafters, sum(part.num_prompts for part in listed))
-
     def seen(self, where: str) -> Seen:
         checked = [pair for pair in self.rounds if pair[0] > 0]
         mean = sum(accepted for _, accepted in self.rounds) / len(self.rounds) + 1 if self.rounds else 1.0
@@ -117,17 +107,18 @@ class _Counts:
 def seen_in_traces(folder: Path, tag: str | None = None) -> Seen:
     """Returns measurements from the traces of `paceline serve` or `paceline record` in `folder`. `tag`: only requests
     with this x-paceline-tag. Raises ConfigError if there are no traces, or no requests with the tag."""
-    by_tag = _read(folder)
+    whole, by_tag = _read(folder)
     if tag is not None:
         refuse_unknown(folder, [tag], by_tag)
         return by_tag[tag].seen(f"{folder} with the tag {tag}")
-    whole = _Counts.sum(by_tag.values()).seen(str(folder))
+    seen = whole.seen(str(folder))
     if len(by_tag) < 2:
-        return whole
-    return replace(whole, by_tag={name: counts.seen(name) for name, counts in by_tag.items() if counts.lengths})
+        return seen
+    return replace(seen, by_tag={name: counts.seen(name) for name, counts in by_tag.items() if counts.lengths})
 
 
-def _read(folder: Path) -> dict[str, _Counts]:
+def _read(folder: Path) -> tuple[_Counts, dict[str, _Counts]]:
+    """Returns the counts of all answers, and those of each tag."""
     with needing(ConfigError, "reading traces needs pyarrow: pip install 'paceline[data]'"):
         from pyarrow import ArrowException, parquet
     files = sorted(folder.glob("*.parquet")) if folder.is_dir() else [folder]
@@ -135,7 +126,7 @@ def _read(folder: Path) -> dict[str, _Counts]:
         raise ConfigError(
             f"{folder} holds no traces: give the folder of paceline serve --traces or of paceline record --out"
         )
-    by_tag: dict[str, _Counts] = {}
+    whole, by_tag = _Counts(), dict[str, _Counts]()
     for file in files:
         what = f"{file} is no trace"
         with reraised(ConfigError, what, "give traces of paceline serve or record", ArrowException, OSError, KeyError):
@@ -143,5 +134,6 @@ def _read(folder: Path) -> dict[str, _Counts]:
             columns = {"drafted", "accepted", "tag", "drafter"} & set(parquet.read_schema(file).names)
             table = parquet.read_table(file, columns=["answer_ids", *sorted(columns)])
         for row in table.to_pylist():
+            whole.add(row)
             by_tag.setdefault(tag_of(row), _Counts()).add(row)
-    return by_tag
+    return whole, by_tag
