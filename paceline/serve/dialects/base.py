@@ -1,7 +1,6 @@
 """Base of the API translations: a request becomes a ChatRequest, and the chunks of its answer become the API's events.
 
-`messages.py` and `message_replies.py` implement Anthropic's Messages, `responses.py` and `response_replies.py` OpenAI's
-Responses.
+`messages.py` implements Anthropic's Messages, `responses.py` OpenAI's Responses.
 """
 
 from __future__ import annotations
