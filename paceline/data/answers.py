@@ -1,32 +1,35 @@
 """Stores answers as Parquet shards: exact token ids, with the boundary between prompt and answer.
 
     runs/x/answers/answers-r0-00000.parquet     columns: SCHEMA; one row per answer of the assistant
+    runs/x/answers/journal-r0-00003.jsonl       deleted, or else ignored, once answers-r0-00003.parquet is written
 
-A shard is written atomically; until then its answers are in a journal (`journal.py`). Each process writes files of its
-own, so no locks are needed. The server's traces (traces-*.parquet) have the same columns first; further columns are
-ignored. Used as prompts, the files' token ids (`prompt_ids`) are sent unchanged.
+A shard is written atomically; until then its answers are in a journal, one JSON line each, so that they survive if the
+process is killed. Answers of an unfinished conversation are not used for training; the next run continues with the
+missing turn. Each process writes files of its own, so no locks are needed. The server's traces (traces-*.parquet) have
+the same columns first; further columns are ignored. Used as prompts, the files' token ids (`prompt_ids`) are sent
+unchanged.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.data.journal import REMEDY, Answer, Journal, read_journals
 from paceline.data.rows import Dropped, RowError
 from paceline.data.tags import has_tag
-from paceline.errors import ConfigError, PromptError, needing, reraised
-from paceline.runs.folder import whole_file
-
-__all__ = ["SCHEMA", "Answer", "AnswerShards", "Kept", "read_answers"]
+from paceline.errors import CacheError, ConfigError, PromptError, needing, reraised
+from paceline.runs.folder import append_lines, whole_file
 
 with needing(ConfigError, "answers are kept as Parquet, which needs pyarrow: pip install 'paceline[train]'"):
     import pyarrow as pa
     from pyarrow import parquet
 
+REMEDY = "free space or choose another --out, then run again"
+OVER = "is_over"
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -46,6 +49,29 @@ TOP = [("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa
 and their log-probabilities in nats (temperature 1, before penalties and grammars)."""
 
 
+@dataclass(slots=True)
+class Answer:
+    """One answer of the target: its tokens and text, and the tokens of the prompt that it answers."""
+
+    key: str
+    """Identifies a conversation and its sample (source, prompt id, temperature); the same for all its answers."""
+    source: str
+    turn: int
+    """Index of the answer in its conversation, from 0."""
+    temperature: float
+    """Sampling temperature; NaN if unknown, as for another server's answers."""
+    prompt_ids: list[int]
+    """All tokens before the answer, including the chat template and earlier turns."""
+    answer_ids: list[int]
+    """Tokens of the answer, including the end token if the target generated one."""
+    finish_reason: str
+    text: str
+    top_ids: list[list[int]] | None = None
+    """The target's most probable tokens at each position of the answer, best first; None if they were not requested."""
+    top_logprobs: list[list[float]] | None = None
+    """Log-probabilities of `top_ids`, in nats."""
+
+
 class Kept(Protocol):
     """Interface of the storage to which `Regenerator` writes generated answers. After a crash, the storage shows which
     conversations are finished, so that `Regenerator` continues only the others."""
@@ -58,6 +84,43 @@ class Kept(Protocol):
     def write(self, answers: list[Answer]) -> object: ...
 
 
+def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
+    return {**{name: value for name, value in asdict(answer).items() if value is not None}, OVER: is_over}
+
+
+def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:
+    """Read answers from journal files. Returns (answers of finished conversations, conversation key -> answers so far
+    of each unfinished one). Truncated lines are skipped; conversations that lack an answer are left out."""
+    turns: dict[str, dict[int, Answer]] = {}
+    over: set[str] = set()
+    for path in paths:
+        for answer, is_over in _journaled(path):
+            turns.setdefault(answer.key, {})[answer.turn] = answer
+            if is_over:
+                over.add(answer.key)
+    whole = {
+        key: [answers[turn] for turn in range(len(answers))]
+        for key, answers in turns.items()
+        if answers.keys() == {*range(len(answers))}
+    }
+    finished = [answer for key, answers in whole.items() if key in over for answer in answers]
+    return finished, {key: answers for key, answers in whole.items() if key not in over}
+
+
+def _journaled(path: Path) -> Iterator[tuple[Answer, bool]]:
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:  # its process has just written the shard
+        return
+    for line in lines:
+        try:
+            record = json.loads(line)
+            is_over = bool(record.pop(OVER))
+            yield Answer(**record), is_over
+        except (ValueError, TypeError, AttributeError, KeyError):
+            continue  # truncated by a crash, then appended to
+
+
 class AnswerShards:
     """A folder of generated answers in shards: Parquet files of many answers each. Answers that are not yet in a shard
     are in a journal, so that a crash does not lose them. Several processes can share the folder: process number `rank`
@@ -68,15 +131,17 @@ class AnswerShards:
         self._rank = rank
         written = folder.glob(f"answers-r{rank}-{'[0-9]' * 5}.parquet")
         self._next = 1 + max((int(path.stem[-5:]) for path in written), default=-1)
-        self._journal, self._is_recovered = Journal(), False
+        self._begun: dict[str, list[Answer]] = {}
+        """Key -> answers so far, for unfinished conversations of this process."""
+        self._is_recovered = False
 
     def write(self, answers: list[Answer]) -> Path:
         """Write the answers as one new shard, atomically, and return its path. Raises CacheError if the disk cannot be
         written to."""
         path, journal = self.folder / f"answers-r{self._rank}-{self._next:05d}.parquet", self._journal_path(self._next)
         for answer in answers:
-            self._journal.begun.pop(answer.key, None)
-        self._journal.carry(self._journal_path(self._next + 1))
+            self._begun.pop(answer.key, None)
+        self._carry(self._journal_path(self._next + 1))
         with whole_file(path, REMEDY) as scratch:
             schema = pa.schema([*SCHEMA, *TOP]) if any(answer.top_ids for answer in answers) else SCHEMA
             table = pa.Table.from_pylist([asdict(answer) for answer in answers], schema)
@@ -90,7 +155,20 @@ class AnswerShards:
         """Append an answer to this process's journal, which keeps it safe until it is in a shard. `is_over`: True for
         the last answer of its conversation; the caller then passes all the conversation's answers to `write`. Raises
         CacheError if the disk cannot be written to."""
-        self._journal.note(self._journal_path(self._next), answer, is_over)
+        path = self._journal_path(self._next)
+        if is_over:
+            self._begun.pop(answer.key, None)
+        else:
+            self._begun.setdefault(answer.key, []).append(answer)
+        with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
+            append_lines(path, [_line(answer, is_over)])
+
+    def _carry(self, path: Path) -> None:
+        """Write the answers of all unfinished conversations to a new journal at `path`, so that the old one can be
+        deleted."""
+        if self._begun:
+            with whole_file(path, REMEDY) as scratch:
+                append_lines(scratch, (_line(answer, False) for answers in self._begun.values() for answer in answers))
 
     def recover(self) -> dict[str, list[Answer]]:
         """Return the answers of unfinished conversations that a killed run left in this process's journals, by
@@ -100,15 +178,15 @@ class AnswerShards:
             old = self._journals(f"r{self._rank}-")
             for path in {*self.folder.glob(f"journal-r{self._rank}-*.jsonl")} - {*old}:
                 path.unlink()  # its shard exists: the run was killed before deleting the journal
-            finished, self._journal.begun = read_journals(old)
+            finished, self._begun = read_journals(old)
             if finished:
                 self.write(finished)
             else:
-                self._journal.carry(self._journal_path(self._next))
+                self._carry(self._journal_path(self._next))
             for path in old:
-                if path != self._journal_path(self._next) or not self._journal.begun:
+                if path != self._journal_path(self._next) or not self._begun:
                     path.unlink(missing_ok=True)
-        return {key: [*answers] for key, answers in self._journal.begun.items()}
+        return {key: [*answers] for key, answers in self._begun.items()}
 
     def keys(self) -> set[str]:
         """Return the keys of all finished conversations of all processes. Raises PromptError on a damaged shard."""
