@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.net.served_model import served_name
+
 from paceline.net.streaming import Client
 
 BUILTIN = Path(__file__).parent.parent / "paceline" / "bench" / "prompts.jsonl"

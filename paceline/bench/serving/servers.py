@@ -23,8 +23,7 @@ from paceline.bench.serving.load import BASELINE, Contender, Pass, ServingBench,
 from paceline.config import read_api_keys
 from paceline.data.prompts import read_prompts
 from paceline.errors import ConfigError
-from paceline.net.served_model import served_model
-from paceline.net.streaming import Client
+from paceline.net.streaming import Client, served_model
 from paceline.report.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
 from paceline.report.statistics import LOAD_GAIN, Tone, tone_of
 from paceline.report.tables import SILENT, Column, Progress, Table, flat, spread_column

@@ -16,8 +16,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, DownloadError
 from paceline.loop.audit.answers import AnswerReader, ServerAnswer
-from paceline.net.served_model import check_key
-from paceline.net.streaming import Client, Stream, error_text
+from paceline.net.streaming import Client, Stream, check_key, error_text
 
 OFF = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 IDS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}

@@ -29,8 +29,7 @@ from paceline.loop.audit.report import write_report
 from paceline.loop.audit.scores import logits_of, scores_of
 from paceline.model.teacher_forcing import ForcedReader
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.net.served_model import served_name
-from paceline.net.streaming import Client
+from paceline.net.streaming import Client, served_name
 from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import RunFolder, check_own
 

@@ -26,8 +26,7 @@ from paceline.loop.evals.report import write_report
 from paceline.loop.evals.sandbox.run import Limits, Sandbox
 from paceline.loop.evals.scores import Answerer, Scores, read_scores, run_suite
 from paceline.loop.evals.suite import read_suite
-from paceline.net.served_model import served_name
-from paceline.net.streaming import Client
+from paceline.net.streaming import Client, served_name
 from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import RunFolder, check_own, plain
 

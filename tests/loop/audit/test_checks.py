@@ -21,8 +21,7 @@ from paceline.loop.audit.evidence import SLOPES, Draw, Group, buckets, detectabl
 from paceline.loop.audit.run import audit, stop_in
 from paceline.loop.audit.scores import scores_of
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.net.served_model import served_name
-from paceline.net.streaming import Client
+from paceline.net.streaming import Client, served_name
 
 LOGITS_TV = 2.0 * torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
 
