@@ -39,11 +39,11 @@ NEED_EXTRAS = {
     "model.torch.kernels.triton": "attend, delta, experts, layer, overlap, probe, skinny",
     "serve": "run",
     "serve.admin": "api",
-    "serve.dialects": "base, message_replies, messages, response_replies, responses",
+    "serve.dialects": "base, messages, responses",
     "interop": "hidden_states",
     "serve.http": "app, failures, features, security, validation",
     "serve.replies": "choices, events",
-    "serve.requests": "chats, completions, grammars, prompts, routing, tools",
+    "serve.requests": "chats, completions, grammars, prompts, routing",
     "serve.worker": "drafters, inbox, worker",
 }
 """Modules that may need what is not there to be imported: an extra of pyproject.toml, `serve` for most, `distill` for

@@ -12,9 +12,9 @@ from paceline.data.messages import normalised
 from paceline.errors import PromptError
 from paceline.model.text.tools import compact, with_tools
 from paceline.serve.http.failures import RequestRefused
-from paceline.serve.requests.grammars import grammar_of
+from paceline.serve.requests.grammars import forced_schema, grammar_of
+from paceline.serve.requests.prompts import plain_tools, tools_of
 from paceline.serve.requests.protocol import ChatRequest
-from paceline.serve.requests.tools import forced_schema, plain_tools, tools_of
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 

@@ -31,9 +31,8 @@ from paceline.serve.admin.traces import Lost, Trace, given
 from paceline.serve.http.failures import ApiError
 from paceline.serve.requests.completions import params_of
 from paceline.serve.requests.grammars import grammar_of
-from paceline.serve.requests.prompts import encode_request, encode_text
+from paceline.serve.requests.prompts import encode_request, encode_text, text_of
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
-from paceline.serve.requests.tools import text_of
 from paceline.types import Round
 
 FINISHED = {"stop": "stop", "length": "length", "tool_calls": "stop", "function_call": "stop", "unknown": "unknown"}

@@ -10,8 +10,9 @@ from typing import Any
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.serve.replies.events import Reply, finite
 from paceline.serve.replies.tool_calls import Call, CallParser, Piece
+from paceline.serve.requests.grammars import forced_schema
+from paceline.serve.requests.prompts import tools_of
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
-from paceline.serve.requests.tools import forced_schema, tools_of
 from paceline.serve.worker.ticket import Event
 from paceline.types import TokenLogprob
 

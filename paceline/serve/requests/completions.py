@@ -11,10 +11,9 @@ from paceline.lossy import Lossy
 from paceline.plan.speculate import Speculation
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused
-from paceline.serve.requests.grammars import GRAMMAR_FIELDS, grammar_of
+from paceline.serve.requests.grammars import GRAMMAR_FIELDS, forced_schema, grammar_of
 from paceline.serve.requests.prompts import chat_ids, completion_ids, prediction_ids, prompts_of
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, Sampling
-from paceline.serve.requests.tools import forced_schema
 from paceline.serve.settings import ServeConfig
 from paceline.serve.worker.engine import ModelInfo
 from paceline.serve.worker.ticket import Job
@@ -90,13 +89,10 @@ def completion_jobs(
     )
     if request.echo and request.logprobs is not None:
         jobs = [replace(job, params=replace(job.params, prompt_logprobs=job.params.logprobs)) for job in jobs]
-    echoes = [_echoed(prompt, model) if request.echo else "" for prompt in prompts_of(request)]
+    texts = prompts_of(request) if request.echo else [""] * len(prompts)
+    # Special tokens are part of the text, as in its log-probabilities.
+    echoes = [text if isinstance(text, str) else model.tokenizer.decode(text, skip_special=False) for text in texts]
     return jobs, [echo for echo in echoes for _ in range(request.n or 1)]
-
-
-def _echoed(prompt: str | list[int], model: ModelInfo) -> str:
-    """Return the text of a prompt as the client sent it. Special tokens are part of it, as in its log-probabilities."""
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special=False)
 
 
 def jobs_of(

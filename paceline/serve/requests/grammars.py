@@ -1,13 +1,15 @@
-"""Reads the grammar for an answer from request fields of OpenAI, vLLM and paceline."""
+"""Reads the grammar for an answer from request fields of OpenAI, vLLM and paceline, and that of a forced tool call."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from paceline.model.text.tools import compact
+from paceline.errors import PromptError
+from paceline.model.text.tools import call_schema, compact
 from paceline.serve.http.failures import RequestRefused
-from paceline.serve.requests.protocol import ResponseFormat, Sampling, StructuredOutputs
+from paceline.serve.requests.prompts import plain_tools, tools_of
+from paceline.serve.requests.protocol import ChatRequest, ChosenTool, ResponseFormat, Sampling, StructuredOutputs
 from paceline.types import GrammarSpec
 
 META = re.compile(r"[\\.+*?()|\[\]{}^$]")
@@ -84,3 +86,18 @@ def _format(form: ResponseFormat | None) -> GrammarSpec | None:
     if form.schema_ is not None:
         return _schema(form.schema_)
     return GrammarSpec("json_object") if form.type == "json_object" else None
+
+
+def forced_schema(request: ChatRequest) -> str | None:
+    """Return the JSON schema of the answer if `tool_choice` forces a tool call, else None. Raises RequestRefused for an
+    invalid `tool_choice`, or if "$defs" of two tools' schemas contradict each other."""
+    choice = request.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return None
+    tools = tools_of(request)
+    if isinstance(choice, ChosenTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    try:
+        return call_schema(plain_tools(tools))
+    except PromptError as error:
+        raise RequestRefused.of(error, param="tools") from error

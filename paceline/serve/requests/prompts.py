@@ -1,4 +1,4 @@
-"""Encodes the prompts of requests: conversations with the chat template, texts, and token ids.
+"""Encodes the prompts of requests: conversations with the chat template and tools, texts, and token ids.
 
 Rendering and encoding are slow: run these functions in a thread. All of them raise RequestRefused.
 """
@@ -6,10 +6,11 @@ Rendering and encoding are slow: run these functions in a thread. All of them ra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
-from paceline.data.messages import content_text
+from paceline.data.messages import MessageError, content_text
 from paceline.errors import PacelineError
 from paceline.model.text.chat import chat_text
 from paceline.model.text.tokenizer import Tokenizer
@@ -17,8 +18,7 @@ from paceline.model.text.tools import compact
 from paceline.sampling import SURROGATE
 from paceline.serve.http.clock import Clock
 from paceline.serve.http.failures import RequestRefused
-from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, TokenizeRequest
-from paceline.serve.requests.tools import plain_tools, text_of, tools_of
+from paceline.serve.requests.protocol import ChatRequest, ChosenTool, CompletionRequest, Message, TokenizeRequest, Tool
 from paceline.serve.worker.engine import ModelInfo
 
 MAX_TOKEN_CHARACTERS = 64
@@ -185,3 +185,32 @@ def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None
         noun = "prediction" if field == "prediction" else "prompt"
         message = f"the {noun} has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"
         raise RequestRefused(message, param=field, code="context_length_exceeded")
+
+
+def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
+    """Return the tools that the answer may call; none if tool_choice is "none". Raises RequestRefused if two tools have
+    one name, or if tool_choice names an unknown tool, or is "required" without tools."""
+    tools, choice = request.tools or [], request.tool_choice
+    count_by_name = Counter(tool.function.name for tool in tools)
+    if twice := next((name for name, count in count_by_name.items() if count > 1), None):
+        raise RequestRefused(f"tools: {twice!r:.80} is the name of several: rename all but one", param="tools")
+    if isinstance(choice, ChosenTool) and choice.function.name not in count_by_name:
+        raise RequestRefused(
+            f"tool_choice names {choice.function.name!r}, which is not among the tools", param="tool_choice"
+        )
+    if choice == "required" and not tools:
+        raise RequestRefused("tool_choice is required, but there are no tools", param="tool_choice")
+    return [] if choice == "none" else tools
+
+
+def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the tools as JSON objects with exactly the fields that the client sent."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+
+def text_of(message: Message, field: str = "messages") -> str:
+    """Return a message's text. Raises RequestRefused, naming `field`, if its content has a part without text."""
+    try:
+        return content_text(message.content, f"{field}.content")
+    except MessageError as error:
+        raise RequestRefused.of(error) from error

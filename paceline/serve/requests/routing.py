@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from paceline.plan.clusters import LOOKED_AT, RAW, TEMPLATE, clusters_of
 from paceline.serve.http.failures import RequestRefused
+from paceline.serve.requests.prompts import text_of
 from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
-from paceline.serve.requests.tools import text_of
 from paceline.types import NONE, Route
 
 LONGEST = 4 * max(TEMPLATE, LOOKED_AT)
