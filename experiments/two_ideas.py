@@ -52,7 +52,7 @@ from paceline.train.config import DrafterShape, LoopConfig, OptimConfig
 from paceline.train.documents.dataset import Corpus, read_corpus
 from paceline.train.features import hidden_states
 from paceline.train.features.hidden_states import ScaledFeatures
-from paceline.train.features.prefetch import packs_ahead
+from paceline.train.features.stream import packs_ahead
 from paceline.train.learn import initial_weights
 from paceline.train.learn.attention import make_attention
 from paceline.train.learn.loop import Trainer

@@ -38,7 +38,6 @@ NEED_EXTRAS = {
     "loop.rl": "agents, endpoint, judge",
     "model.torch.kernels.triton": "attend, delta, experts, layer, overlap, probe, skinny",
     "serve": "run",
-    "serve.admin": "api",
     "serve.dialects": "base, messages, responses",
     "interop": "hidden_states",
     "serve.http": "app, failures, features, security, validation",

@@ -60,7 +60,7 @@ class FakeServer:
         return 200, "{}"
 
     def _admin(self, method: str, words: list[str], body: dict[str, Any]) -> tuple[int, str]:
-        """`serve/admin/api.py`, as far as it is used."""
+        """`serve/http/app.py`, as far as it is used."""
         match method, words:
             case "GET", ["drafters"]:
                 rows = [

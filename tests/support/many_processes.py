@@ -40,8 +40,7 @@ from paceline.runs.ranks import Ranks
 from paceline.train.config import LoopConfig, OptimConfig
 from paceline.train.documents.dataset import Corpus, Document
 from paceline.train.features.hidden_states import Features, train_in_scaled_units
-from paceline.train.features.prefetch import packs_ahead
-from paceline.train.features.stream import StreamedFeatures, upcoming
+from paceline.train.features.stream import StreamedFeatures, packs_ahead, upcoming
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.losses import Head
 from paceline.train.learn.packs import DFlashTrainable

@@ -16,8 +16,7 @@ from small_training import Killed, config, killed_in, trainer
 from paceline.errors import CacheError
 from paceline.train.config import LoopConfig, LossConfig
 from paceline.train.features.hidden_states import CachedFeatures, Features, OnlineFeatures, cache_features
-from paceline.train.features.prefetch import PackPrefetcher, packs_ahead
-from paceline.train.features.stream import upcoming_pieces
+from paceline.train.features.stream import PackPrefetcher, packs_ahead, upcoming_pieces
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.packs import Chosen
 

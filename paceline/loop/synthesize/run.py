@@ -98,7 +98,7 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
 def _is_excluded(work: Regenerator, prompt: Prompt, excluded: Container[str]) -> bool:
     """True if the prompt is in `excluded`; False if it cannot be encoded, which the regenerator counts."""
     try:
-        return digest(work.first_ids(prompt)) in excluded
+        return digest(work.encoder.first_ids(prompt)) in excluded
     except RowError:
         return False
 

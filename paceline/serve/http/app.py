@@ -16,7 +16,6 @@ from starlette.responses import FileResponse, Response
 
 import paceline
 from paceline.report.pages import LOOK
-from paceline.serve.admin.api import add_admin
 from paceline.serve.admin.metrics import Metrics
 from paceline.serve.dialects.messages import add_messages
 from paceline.serve.dialects.responses import add_responses
@@ -46,9 +45,11 @@ from paceline.serve.requests.protocol import (
     DetokenizeAnswer,
     DetokenizeRequest,
     ErrorAnswer,
+    LoadRequest,
     TokenizeAnswer,
     TokenizeRequest,
 )
+from paceline.serve.worker.drafters import Drafters
 from paceline.serve.worker.worker import EngineWorker
 
 FOLDER = Path(__file__).parents[1] / "page"
@@ -56,6 +57,7 @@ API_PAGE = FOLDER / "api.html"
 MEDIA = {".css": "text/css", ".js": "text/javascript", ".LICENSE": "text/plain"}
 PAGES = {"/": FOLDER / "index.html", "/docs": API_PAGE, "/page/look.css": LOOK}
 PAGES |= {f"/page/{part.relative_to(FOLDER).as_posix()}": part for part in FOLDER.rglob("*.*") if part.suffix in MEDIA}
+DRAFTERS, CLUSTERS = "/admin/drafters", "/admin/clusters"
 PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "frame-ancestors 'none'",  # the rest of the policy is in each page
@@ -91,7 +93,7 @@ def create_app(worker: EngineWorker) -> FastAPI:
     _add_answers(app, worker)
     add_messages(app, worker)
     add_responses(app, worker)
-    add_admin(app, worker)
+    _add_admin(app, worker)
     add_features(app, worker)
     return app
 
@@ -224,3 +226,33 @@ def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
     async def embeddings() -> Response:
         message = "this server has no embeddings: it generates text, at /v1/chat/completions and /v1/completions"
         raise RequestRefused(message, code="unsupported_endpoint")
+
+
+def _add_admin(app: FastAPI, worker: EngineWorker) -> None:
+    """Add the endpoints that manage drafters; `Gate` checks the admin key."""
+    drafters = Drafters(worker)
+
+    @app.get(DRAFTERS, summary="Drafters, and statistics of each request class", tags=["admin"])
+    async def show() -> Response:
+        shown = {"drafters": await drafters.table(), "memory": await drafters.memory()}
+        return json_response(shown | {"clusters": await drafters.clusters()})
+
+    @app.post(f"{DRAFTERS}/{{name}}", summary="Load a drafter under this name, or replace it", tags=["admin"])
+    async def load(name: str, body: LoadRequest) -> Response:
+        return json_response(await drafters.load(name, body.drafter))
+
+    @app.post(f"{DRAFTERS}/{{name}}/drain", summary="Give the drafter no new requests", tags=["admin"])
+    async def drain(name: str) -> Response:
+        return json_response(await drafters.drain(name))
+
+    @app.delete(f"{DRAFTERS}/{{name}}", summary="Unload a drafter that no request uses", tags=["admin"])
+    async def unload(name: str) -> Response:
+        return json_response({"drafters": await drafters.unload(name)})
+
+    @app.post(f"{CLUSTERS}/{{cluster}}", summary="Pin a request class to one drafter", tags=["admin"])
+    async def pin(cluster: str, body: LoadRequest) -> Response:
+        return json_response(await drafters.pin(cluster, body.drafter))
+
+    @app.delete(f"{CLUSTERS}/{{cluster}}", summary="Unpin a request class: route its requests again", tags=["admin"])
+    async def release(cluster: str) -> Response:
+        return json_response(await drafters.pin(cluster, None))

@@ -193,13 +193,6 @@ NESTED_UNUSED: dict[str, dict[str, str]] = {
 """Object in a request -> its ignored fields, with reasons."""
 
 
-def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: Mapping[str, str]) -> bool:
-    """Return True if a request with the unsupported field `name` need not be rejected, because the field can be
-    ignored: its value is null or neutral, or the field is in `unused`. `refused`: rejected fields, with their neutral
-    values. `unused`: fields that are always ignored, with reasons."""
-    return value is None or name in unused or (name in refused and refused[name].holds(value))
-
-
 def why_refused(
     path: Sequence[str],
     refused: Mapping[str, Refused],

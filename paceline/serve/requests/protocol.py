@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, field_validat
 from pydantic_core import PydanticCustomError
 
 from paceline.serve.requests import fields
-from paceline.serve.requests.fields import Refused, is_left_out
+from paceline.serve.requests.fields import Refused
 
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
@@ -36,14 +36,15 @@ class Closed(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_unused(cls, given: Any) -> Any:
+        """Drop unsupported fields that can be ignored: they are in `unused`, or their value is null or neutral."""
         if not isinstance(given, dict):
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {
-            name: value
-            for name, value in given.items()
-            if name in known or not is_left_out(name, value, cls.refused, cls.unused)
+        known, refused = {field.alias or name for name, field in cls.model_fields.items()}, cls.refused
+        neutral = {
+            name for name, value in given.items() if value is None or (name in refused and refused[name].holds(value))
         }
+        ignored = (neutral | cls.unused.keys()) - known
+        return {name: value for name, value in given.items() if name not in ignored}
 
 
 class StreamOptions(Closed):

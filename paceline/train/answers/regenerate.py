@@ -235,7 +235,7 @@ class Regenerator:
 
     def __init__(self, llm: LLM | RemoteLLM, shards: Kept, config: AnswerConfig) -> None:
         self.llm, self.shards, self.config = llm, shards, config
-        self._encoder = PromptEncoder(llm, config, getattr(llm.target, "vocab_size", None))
+        self.encoder = PromptEncoder(llm, config, getattr(llm.target, "vocab_size", None))
         self.done = Regenerated(shards.folder)
         self._in_flight: dict[int, Conversation] = {}
         self._finished = ShardBuffer(shards)
@@ -284,7 +284,7 @@ class Regenerator:
             grammar = prompt.grammar or self.config.grammar
             options = {"max_tokens": self.config.max_tokens, "logprobs": self.config.top_k or None}
             params = SamplingParams(temperature=temperature, seed=seed, grammar=grammar, **options)
-            conversation = Conversation(prompt, key, params, [*self._encoder.messages_of(prompt)])
+            conversation = Conversation(prompt, key, params, [*self.encoder.messages_of(prompt)])
             for answer in begun.get(key, ()):
                 conversation.add_answer(answer)
             if key in finished:
@@ -297,10 +297,6 @@ class Regenerator:
                 self.done.num_tokens_too_long = max(self.done.num_tokens_too_long, len(conversation.prompt_ids))
             self._advance_bar()
 
-    def first_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt up to its first answer; see `PromptEncoder.first_ids`."""
-        return self._encoder.first_ids(prompt)
-
     def _advance_bar(self) -> None:
         pace = self.done.num_tokens / (time.perf_counter() - self._started_at)
         self._advance(f"answering, {pace:.0f} tokens/s")
@@ -309,7 +305,7 @@ class Regenerator:
         """Encodes the conversation so far; returns False if it is too long, or refused (then `prompt_ids` is empty)."""
         conversation.prompt_ids = []
         try:
-            conversation.prompt_ids = self._encoder.encode(conversation.prompt, conversation.messages)
+            conversation.prompt_ids = self.encoder.encode(conversation.prompt, conversation.messages)
         except RowError as error:
             self.done.refused.add(error.reason, str(error))
             return False
@@ -318,8 +314,8 @@ class Regenerator:
     def _submit(self, conversation: Conversation) -> None:
         prompt_ids, params = conversation.prompt_ids, conversation.params
         if isinstance(self.llm, RemoteLLM):
-            variables = self._encoder.variables | dict(conversation.prompt.variables)
-            chat = ChatRequest(conversation.messages, list(conversation.prompt.tools or self._encoder.tools), variables)
+            variables = self.encoder.variables | dict(conversation.prompt.variables)
+            chat = ChatRequest(conversation.messages, list(conversation.prompt.tools or self.encoder.tools), variables)
             is_ids = conversation.prompt.token_ids or self.config.raw
             request_id = self.llm.engine.add(prompt_ids, params, chat=None if is_ids else chat)
         else:

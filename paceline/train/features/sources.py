@@ -40,10 +40,9 @@ from paceline.train.features.hidden_states import (
     stored_scale,
 )
 from paceline.train.features.on_ray import cache_on_ray, mark_of_target, stored_features
-from paceline.train.features.prefetch import packs_ahead
 from paceline.train.features.quantised import Int8
 from paceline.train.features.remote import RemoteFeatures, vllm_command
-from paceline.train.features.stream import StreamedFeatures, upcoming
+from paceline.train.features.stream import StreamedFeatures, packs_ahead, upcoming
 from paceline.train.plan.lengths import longest_of
 from paceline.train.processes.parallel import Replicated
 

@@ -115,7 +115,7 @@ class Trainer:
         self.served: Callable[[dict[str, Tensor]], float] | None = None
         """Returns the served acceptance length of held-out prompts with these weights; called in the first process."""
         self.pack: Callable[[list[Chosen]], Pack] = self.packer.pack
-        """Returns the pack of these blocks; replaced by `prefetch.packs_ahead`."""
+        """Returns the pack of these blocks; replaced by `stream.packs_ahead`."""
 
     @property
     def total_steps(self) -> int:
