@@ -90,7 +90,7 @@ class Steps:
         return self.image
 
     def variables(self) -> dict[str, str]:
-        """Of a step: pip's own, the Dockerfile's, paths below the root."""
+        """Returns a step's environment variables: pip's own and the Dockerfile's, with paths below the root."""
         own = {name: self.below(value) for name, value in self.image.environment.items()}
         path = os.pathsep.join(part for part in (own.pop("PATH", ""), os.defpath, "/usr/local/bin") if part)
         return (

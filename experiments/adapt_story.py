@@ -33,9 +33,9 @@ SETTINGS: dict[str, Any] = {
     "num_general": 80, "num_ood": 30, "requests": 40, "learning_rate": 1e-3, "probation_minutes": 1.0, "noise": 1.0,
     "after_s": 20.0,
 }  # fmt: skip
-"""Of both stories. rest: share of questions among the tickets; think_s: mean seconds that a client waits between its
-requests; num_general, num_ood: prompts of each file; requests: of each set that the gate scores; noise: of the poisoned
-weights, in their deviations; after_s: seconds of traffic behind the last step."""
+"""Load of both stories. rest: share of questions among the tickets; think_s: mean seconds that a client waits between
+its requests; num_general, num_ood: prompts of each file; requests: of each set that the gate scores; noise: of the
+poisoned weights, in their deviations; after_s: seconds of traffic behind the last step."""
 
 
 def noised(source: Path, out: Path, noise: float) -> Path:

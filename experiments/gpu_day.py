@@ -41,7 +41,7 @@ LAST_S = 3.0
 """Kept free at the end of the day for writing the results."""
 MOST_LOG_BYTES = 15 * 2**20
 CLOCKS = "name,clocks.sm,clocks.mem,temperature.gpu,power.draw"
-"""Of the card, just after a stage."""
+"""Readings of the card just after a stage."""
 PRELOADED = ("torch", "transformers", "paceline.bench.passes", "paceline.train.learn.loop", "gpu_day_stages.models")
 PRELOADED_IN_TINY = ("torch._dynamo",)
 """Imported by optimisers, in every stage that trains: longer than the stage itself."""

@@ -84,7 +84,7 @@ def load(args: argparse.Namespace, name: str, max_batch: int) -> LLM:
 
 
 Kind = tuple[int, int, int, int]
-"""Of a step: prompt tokens it read, to the nearest four; rows, drafts that were checked, rows whose drafter computed
+"""Counts of a step: prompt tokens, to the nearest four; rows; drafts that were verified; rows whose drafter computed
 some."""
 
 

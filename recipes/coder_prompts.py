@@ -161,7 +161,7 @@ def continued(llm: LLM, prefix: str, beginnings: list[str], stop: str, max_token
 
 
 def name_of(stub: str) -> str | None:
-    """Of the one function that a stub begins; None for what is no Python in English."""
+    """Returns the name of the one function that a stub begins; None if it is not Python with ASCII text."""
     found = re.findall(r"def (\w+)\(", stub)
     try:
         ast.parse(stub)

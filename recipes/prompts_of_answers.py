@@ -22,7 +22,7 @@ USER = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 def last_user_message(rendered: str) -> str | None:
-    """Of a conversation in ChatML, or None where there is none."""
+    """Returns the last user message of a conversation in ChatML, or None without one."""
     messages = USER.findall(rendered)
     return messages[-1] if messages else None
 

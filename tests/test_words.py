@@ -32,11 +32,11 @@ QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"|\w+/\S+")
 """Names in a text, which are the code's or a file format's."""
 
 
-def texts() -> Iterator[tuple[str, str]]:
+def texts(folder: Path = PACKAGE) -> Iterator[tuple[str, str]]:
     """Places and texts of docstrings, also those of fields, and of options' help."""
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         for node in nodes_of(path):
-            where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+            where = f"{path.relative_to(folder)}:{getattr(node, 'lineno', 0)}"
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -49,6 +49,12 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def test_texts_begin_with_what_a_thing_is_or_does() -> None:
     assert [f"{where}: {text[:60]!r}" for where, text in texts() if BEGINNINGS.match(text)] == []
+
+
+@pytest.mark.parametrize("folder", ["deploy", "docs", "experiments", "recipes", "tests"])
+def test_texts_outside_the_package_name_their_subject(folder: str) -> None:
+    wrong = [f"{where}: {text[:60]!r}" for where, text in texts(PACKAGE.parent / folder) if text.startswith("Of ")]
+    assert wrong == []
 
 
 def test_texts_use_standard_words() -> None:

@@ -87,7 +87,7 @@ def render(kind: str, given: argparse.Namespace) -> str:
 
 
 def ray_version() -> str:
-    """Of Ray here, which that of the image must be."""
+    """Returns the version of the installed Ray; the image must have the same."""
     try:
         return version("ray")
     except PackageNotFoundError as error:

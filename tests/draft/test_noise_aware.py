@@ -119,7 +119,7 @@ def test_only_drafts_that_are_held_against_the_targets_draws_are_guessed() -> No
 
 @pytest.mark.parametrize("has_sure", [False, True])
 def test_drafts_that_the_device_chooses_are_those_of_the_host(has_sure: bool) -> None:
-    """Of greedy rows, of sampled ones of any temperature, and to where a score is not finite."""
+    """Compares greedy rows, rows sampled at several temperatures, and rows with a score that is not finite."""
     generator, count, foresight = torch.Generator().manual_seed(0), 30, Foresight(0.7, 0.9)
     scores_BKPM = torch.randint(-9, 9, (count, SLOTS, 4, 4), generator=generator) / 4
     scores_BKPM += (torch.arange(count) % 2 * 0.1)[:, None, None, None] * torch.randn(4, generator=generator)

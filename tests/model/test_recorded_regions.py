@@ -47,10 +47,10 @@ LAUNCHES = dict.fromkeys(FAMILIES, 10) | {
 ONCE, ONCE_HYBRID, ONCE_INPUTS = 20, 27, 26
 """Positions, tables, taps, embedding and head, once a pass; and lengths of trails; and per-layer embeddings."""
 ROUND_ONCE, RACE_ONCE, FORESEEN_ONCE = 50, 160, 75
-"""Of a round what it adds to its passes: widths, acceptance, commitment; where rows are drawn their race, and drafts
-for it."""
+"""Kernels that a round launches in addition to its passes: widths, acceptance, commitment; the race of sampled rows;
+and noise-aware drafts for them."""
 WALK_ONCE, WALK_ONCE_3 = (19, 78), (116, 181)
-"""Of such a round with seven drafts, greedy and drawn: DFlash 2's choice of drafts; DSpark's, with its heads' work."""
+"""Kernels that choose seven drafts in such a round, greedy and sampled: DFlash 2; DSpark, with its heads."""
 DRAFT_LAUNCHES, DRAFT_LAUNCHES_2, INJECT_LAUNCHES, DRAFT_ONCE = 10, 40, 10, 24
 """The same of a layer of DFlash, of DFlash 2 with its convolutions, of an injection as a whole, and of a block once."""
 

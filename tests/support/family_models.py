@@ -72,13 +72,13 @@ class Family:
     """Transformers' class, as its ForCausalLM and its Config begin."""
     options: dict[str, Any] = field(default_factory=dict)
     embedding_std: float = 0.25
-    """Of the embedding's rows: where they are multiplied by a large number and are the head too, the text would not
-    wander."""
+    """Standard deviation of the embedding's rows. With a larger one the text would hardly vary in models that multiply
+    the rows by a large number and use them as the head, too."""
     config: str = ""
     """How the Config begins, where it begins otherwise."""
     std: float = 0.25
-    """Of the other matrices. In louder gated delta nets norms make much of sums that are all but nothing: Transformers'
-    own two ways through such a layer then differ by more than 1e-4."""
+    """Standard deviation of the other matrices. With a larger one, norms in gated delta nets amplify sums near zero:
+    Transformers' own two ways through such a layer then differ by more than 1e-4."""
 
 
 FAMILIES = {

@@ -108,7 +108,7 @@ def test_odd_schemas_are_walked(schema: dict[str, Any], counts: dict[str, dict[s
 
 
 def test_odd_schemas_are_narrowed() -> None:
-    """Of a schema that holds itself only the levels on the way are written out; of branches one is left."""
+    """A recursive schema is written out only at the levels on the way to the choice; one branch of several is left."""
     [level] = [choice for choice in Coverage(NODE).choices if choice.name == "next.on"]
     narrower = narrowed(NODE, level, 1)
     inner = narrower["properties"]["next"]

@@ -101,8 +101,7 @@ class TestRestartedServers:
         assert events(one)[-1] == "rolled back" and "3.38 tokens a round" in one.log.lines()[-1]["why"]
 
     def test_what_was_counted_before_a_restart_by_others_counts(self, tmp_path: Path, vllm: Vllm) -> None:
-        """Of two failures a time, each before another restart of the server; the daemon is started again meanwhile,
-        too."""
+        """Counts two failures before each restart of the server; the daemon is started again meanwhile, too."""
         one = swapped(tmp_path, vllm)
         for turn in range(1, 5):
             vllm.count(rounds=150, accepted=300, tokens=450, errors=8, ended=2)

@@ -84,8 +84,8 @@ def dflash2(seed: int) -> DFlash2Drafter:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chances_of_drafts_that_depend_on_each_other(kind: Any) -> None:
-    """Of the drafts that were drawn they are those they were drawn with; behind one that is no candidate nothing is
-    drawn."""
+    """Probabilities of sampled drafts are those they were sampled with; after a draft that is not a candidate nothing
+    is sampled."""
     llm, drafter = tiny_llm(kind), dflash2(3)
     drafter.bind(llm.target)
     llm.target.set_taps(drafter.tap_layers)

@@ -27,7 +27,7 @@ from paceline.verify import rules
 
 TARGET = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.7, 0.1], [0.3, 0.3, 0.4]], dtype=torch.float64)
 DRAFT = torch.tensor([[0.2, 0.7, 0.1], [0.6, 0.1, 0.3], [0.1, 0.2, 0.7]], dtype=torch.float64)
-"""Of three slots; none depends on what stands before."""
+"""Probabilities at three positions [3, V]; none depends on the tokens before."""
 
 
 def standing(rule: str, drafts: list[int], target_JV: Tensor) -> list[float]:
