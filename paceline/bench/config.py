@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from paceline.bounds import Amount, Count, Positive, Rate, at_least, check, within
+from paceline.bounds import MAX_CONTEXT, Amount, Context, Count, Positive, Rate, Streams, at_least, check, within
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import Lossy
 from paceline.plan.speculate import Speculation
@@ -34,7 +34,7 @@ class BenchConfig:
 
     drafters: tuple[str, ...] = (BASELINE, "default")
     """Drafters to measure. Plain decoding, `none`, is always measured, first."""
-    batches: tuple[Count, ...] = (1,)
+    batches: tuple[Streams, ...] = (1,)
     """Batch sizes: requests in flight, at most as many as there are requests."""
     temperatures: tuple[float, ...] = (0.0,)
     """Sampling temperatures; 0 is greedy."""
@@ -96,10 +96,10 @@ class MockConfig:
     tokens_per_round: tuple[Yield, ...] = (1.0, 2.0, 4.0, 8.0)
     """Acceptance lengths to mock, the bonus token included, on random prompts. 1, plain decoding, is always
     measured."""
-    batches: tuple[Count, ...] = (1,)
-    prompt_tokens: Count = 256
+    batches: tuple[Streams, ...] = (1,)
+    prompt_tokens: Context = 256
     """Tokens of each random prompt."""
-    max_tokens: Annotated[int, at_least(2)] = 128
+    max_tokens: Annotated[Context, at_least(2)] = 128
     repeat: Count = 3
     num_drafted: int | None = None
     """Drafts of every round [default: as many as are accepted, the least work for this acceptance length]."""
@@ -116,6 +116,10 @@ class MockConfig:
         most = max(self.tokens_per_round, default=PLAIN)
         if self.num_drafted is not None and self.num_drafted + 1 < most:
             raise ConfigError(f"num_drafted {self.num_drafted} drafts cannot yield {most:g} tokens a round")
+        if self.needed_len > MAX_CONTEXT:
+            raise ConfigError(
+                f"prompt_tokens, max_tokens and drafts need a row of {self.needed_len} tokens, more than {MAX_CONTEXT}"
+            )
 
     @property
     def settings(self) -> list[MockSetting]:
@@ -146,20 +150,25 @@ class StepsConfig:
     """Options of `bench steps`, which measures the times of a round's verification, drafting and remaining work (host).
     Raises ConfigError on invalid values."""
 
-    batches: tuple[Count, ...] = (1, 2, 4, 8)
+    batches: tuple[Streams, ...] = (1, 2, 4, 8)
     """Batch sizes: rows decoded together."""
     max_positions: Annotated[int, within("at least 2: a round without drafts has one", least=2)] = 17
     """Positions of the widest pass per row: the longest draft plus one."""
-    context: Count = 256
+    context: Context = 256
     """Approximate number of tokens in each row's cache; rounds add to it."""
     repeat: Count = 15
     """Measurements of each size; results are medians."""
-    tokens_per_round: float = 2.0
+    tokens_per_round: Yield = 2.0
     """Mocked acceptance length, the bonus token included, as reported to the drafter."""
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(ConfigError, (not self.batches, "give at least one batch"))
+        too_long = f"context and rounds need a row of {self.needed_len} tokens, more than {MAX_CONTEXT}: lower context"
+        refuse(
+            ConfigError,
+            (not self.batches, "give at least one batch"),
+            (self.needed_len > MAX_CONTEXT, too_long),
+        )
 
     @property
     def growth(self) -> int:

@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from paceline import bounds
 from paceline.bounds import Checked, Count, Depth, Must, Positive, Share, Whole, at_least, check, refuse_unused, within
 from paceline.config import EngineConfig
 from paceline.data.prompts import Message, read_messages, read_tools
@@ -28,9 +29,9 @@ DEFAULT_SELF_WRITTEN = 1000
 class AnswerConfig:
     """Settings of the target's answers to prompts: lengths, sampling, and messages and tools to add."""
 
-    max_tokens: Count = 256
+    max_tokens: bounds.Context = 256
     """Longest answer, in tokens."""
-    max_prompt_tokens: Count = 512
+    max_prompt_tokens: bounds.Context = 512
     """Longest prompt, in tokens; longer ones are left out."""
     temperatures: tuple[float, ...] = (0.0,)
     """Sampling temperatures, comma-separated; every prompt is answered at each of them."""
@@ -170,7 +171,7 @@ class RemoteConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RegenerateConfig:
+class RegenerateConfig(Checked):
     """Settings of `regenerate`, which writes the target's answers to prompts into a folder."""
 
     out: Path
@@ -179,7 +180,7 @@ class RegenerateConfig:
     """The model that answers, and how it runs; `regenerate` chooses the drafter, `max_batch` and `max_len`."""
     prompting: PromptsConfig = field(default_factory=PromptsConfig)
     answering: AnswerConfig = field(default_factory=AnswerConfig)
-    max_batch: int = 32
+    max_batch: bounds.Streams = 32
     """Answers generated concurrently."""
     remote: RemoteConfig = field(default_factory=RemoteConfig)
 
@@ -357,7 +358,7 @@ class TrainConfig(Checked):
     """Prompts for evaluation, instead of a share of the others."""
     heldout_share: Share = 0.02
     """Share of the prompts that is held out, at least 16 prompts."""
-    max_len: Annotated[int, at_least(2)] | None = None
+    max_len: Annotated[int, at_least(2), bounds.at_most(bounds.MAX_CONTEXT)] | None = None
     """Longest document (prompt and answer), in tokens [default: 99% fit whole, if memory and context allow]."""
     minutes: Positive | None = None
     """Minutes for the whole run: answers, features and steps. The plan divides them."""

@@ -10,7 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from paceline.bounds import Amount, Checked, Count, Positive, Rate, Share, Whole, at_least, check, refuse_unused
+from paceline.bounds import (
+    MAX_CONTEXT,
+    Amount,
+    Checked,
+    Count,
+    Positive,
+    Rate,
+    Share,
+    Whole,
+    at_least,
+    at_most,
+    check,
+    refuse_unused,
+)
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, refuse
 from paceline.train.config import AnswerConfig, PromptsConfig
@@ -86,7 +99,7 @@ class TeachingConfig:
     """Peak learning rate of AdamW; linear warmup over 5% of the training, then cosine decay to a tenth."""
     weight_decay: Amount = 0.01
     """Weight decay of AdamW."""
-    max_len: Annotated[int, at_least(8)] = 1024
+    max_len: Annotated[int, at_least(8), at_most(MAX_CONTEXT)] = 1024
     """Longest prompt plus answer, in tokens; longer answers are truncated."""
     heldout_share: Share = 0.05
     """Share of the prompts held out of training to measure the student."""

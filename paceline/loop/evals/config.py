@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from paceline.bounds import Amount, Checked, Count, Positive, check, refuse_unused, within
+from paceline.bounds import Amount, Checked, Count, Positive, Streams, check, refuse_unused, within
 from paceline.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class EvalSampling(Checked):
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
     """Base seed; the seed of each request is derived from it, the case and the sample."""
-    at_once: Count = 8
+    at_once: Streams = 8
     """Concurrent requests."""
 
     def seed_of(self, case: Case, sample: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Amount, Checked, Count, Positive, Share, at_least, check
+from paceline.bounds import MAX_CONTEXT, Amount, Checked, Count, Positive, Share, at_least, at_most, check
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, refuse
 from paceline.loop.distill.config import FilesConfig, StudentConfig, TeachingConfig
@@ -42,7 +42,7 @@ class DrafterConfig(Checked):
     """auto: settings not given are chosen for target, data and machine; off: they keep their defaults."""
     features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
     """Storage of the target's hidden states, the drafter's inputs."""
-    max_len: Annotated[int, at_least(8)] | None = None
+    max_len: Annotated[int, at_least(8), at_most(MAX_CONTEXT)] | None = None
     """Longest document, in tokens [default: 99% fit whole, if memory and context allow]."""
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)

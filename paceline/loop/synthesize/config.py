@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from paceline.bounds import Checked, Count, Share, within
+from paceline.bounds import Checked, Share, Streams, within
 from paceline.config import EngineConfig
 from paceline.train.config import AnswerConfig, PromptsConfig
 
@@ -32,7 +32,7 @@ class SynthesizeConfig(Checked):
     """Share of the prompts whose answer is forced to take a schema value that is rare so far."""
     max_overlap: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.9
     """Similarity to an earlier answer above which an answer is left out; 1 leaves out exact copies only."""
-    max_batch: Count = 32
+    max_batch: Streams = 32
     """Maximum number of answers generated at the same time."""
 
 

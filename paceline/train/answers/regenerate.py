@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import torch
 
+from paceline.bounds import MAX_CONTEXT
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards, Kept
 from paceline.data.prompts import Prompt, read_prompts
@@ -143,6 +144,8 @@ def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
     target, answering = config.target, config.answering
     longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN if config.prompting.num_self_written else 0)
     max_len = -(-(answering.max_prompt_tokens + longest) // 16) * 16
+    if max_len > MAX_CONTEXT:
+        raise ConfigError(f"max_prompt_tokens and max_tokens need {max_len} tokens of context, more than {MAX_CONTEXT}")
     engine = replace(target, drafter="none", max_batch=config.max_batch, max_len=max_len)
     if ranks.world == 1:
         return engine

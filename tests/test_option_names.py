@@ -1,0 +1,53 @@
+"""Errors about a number out of range name the option that the user gave, not one that is computed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.config import BenchConfig, MockConfig, StepsConfig
+from paceline.errors import ConfigError
+from paceline.loop.distill.config import TeachingConfig
+from paceline.loop.evals.config import EvalSampling
+from paceline.loop.synthesize.config import SynthesizeConfig
+from paceline.runs.ranks import Ranks
+from paceline.train.answers.regenerate import engine_for
+from paceline.train.config import AnswerConfig, RegenerateConfig, TrainConfig
+
+OUT = Path("out")
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (lambda: BenchConfig(batches=(1, 100_000)), "batches"),
+        (lambda: MockConfig(batches=(100_000,)), "batches"),
+        (lambda: MockConfig(prompt_tokens=20_000_000), "prompt_tokens"),
+        (lambda: MockConfig(max_tokens=20_000_000), "max_tokens"),
+        (lambda: StepsConfig(batches=(100_000,)), "batches"),
+        (lambda: StepsConfig(context=20_000_000), "context"),
+        (lambda: StepsConfig(context=2**24), "context"),
+        (lambda: StepsConfig(tokens_per_round=float("inf")), "tokens_per_round"),
+        (lambda: AnswerConfig(max_tokens=20_000_000), "max_tokens"),
+        (lambda: AnswerConfig(max_prompt_tokens=20_000_000), "max_prompt_tokens"),
+        (lambda: RegenerateConfig(OUT, max_batch=100_000), "max_batch"),
+        (lambda: RegenerateConfig(OUT, max_batch=0), "max_batch"),
+        (lambda: SynthesizeConfig(OUT, max_batch=100_000), "max_batch"),
+        (lambda: TrainConfig(max_len=20_000_000), "max_len"),
+        (lambda: TrainConfig(max_len=1), "max_len"),
+        (lambda: EvalSampling(at_once=100_000), "at_once"),
+        (lambda: TeachingConfig(max_len=20_000_000), "max_len"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_when_it_is_set(make: Callable[[], Any], option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^(\w+ and )?{option}\b"):
+        make()
+
+
+def test_a_prompt_and_an_answer_that_exceed_the_context_together_are_named() -> None:
+    config = RegenerateConfig(OUT, answering=AnswerConfig(max_tokens=2**24))
+    with pytest.raises(ConfigError, match="^max_prompt_tokens and max_tokens "):
+        engine_for(config, Ranks())
