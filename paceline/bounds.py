@@ -65,6 +65,9 @@ _NUMBERS = {
 }
 """Limits of all numbers by type: larger Python integers overflow in PyTorch and C, or in a conversion to float."""
 
+MAX_TIMEOUT_S = 1_000_000
+"""Longest timeout, in seconds: sockets and `poll` count milliseconds in 32 bits."""
+
 Count = Annotated[int, at_least(1)]
 Whole = Annotated[int, at_least(0)]
 Depth = Annotated[Count, at_most(MAX_LAYERS)]
@@ -72,6 +75,7 @@ Streams = Annotated[Count, at_most(MAX_STREAMS)]
 Context = Annotated[Count, at_most(MAX_CONTEXT)]
 Amount = Annotated[float, at_least(0)]
 Positive = Annotated[float, within("above 0", above=0, finite=False)]
+Timeout = Annotated[float, within(f"above 0 and at most {MAX_TIMEOUT_S} seconds", above=0, most=MAX_TIMEOUT_S)]
 Rate = Annotated[float, within("above 0", above=0)]
 Share = Annotated[float, within("between 0 and 1", least=0, most=1)]
 Name = Annotated[str, Must("a name, not empty", lambda value: bool(value.strip()))]

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.config import BenchConfig, MockConfig, StepsConfig
+from paceline.bench.config import BenchConfig, LatencyConfig, MockConfig, ServingConfig, StepsConfig
 from paceline.errors import ConfigError
+from paceline.loop.adapt.config import DeployConfig
+from paceline.loop.audit.config import AuditConfig
 from paceline.loop.distill.config import TeachingConfig
-from paceline.loop.evals.config import EvalSampling
+from paceline.loop.evals.config import EndpointConfig, EvalSampling
 from paceline.loop.synthesize.config import SynthesizeConfig
+from paceline.net.streaming import Client
 from paceline.runs.ranks import Ranks
 from paceline.train.answers.regenerate import engine_for
 from paceline.train.config import AnswerConfig, RegenerateConfig, TrainConfig
@@ -51,3 +54,18 @@ def test_a_prompt_and_an_answer_that_exceed_the_context_together_are_named() -> 
     config = RegenerateConfig(OUT, answering=AnswerConfig(max_tokens=2**24))
     with pytest.raises(ConfigError, match="^max_prompt_tokens and max_tokens "):
         engine_for(config, Ranks())
+
+
+@pytest.mark.parametrize("seconds", [1e30, float("inf"), float("nan"), 0.0])
+def test_a_timeout_that_no_socket_takes_is_refused(seconds: float) -> None:
+    makers: list[Callable[[], Any]] = [
+        lambda: Client("http://h", timeout_s=seconds),
+        lambda: AuditConfig(timeout_s=seconds),
+        lambda: EndpointConfig("http://h", timeout_s=seconds),
+        lambda: ServingConfig(timeout_s=seconds),
+        lambda: LatencyConfig(timeout_s=seconds),
+        lambda: DeployConfig(patience_s=seconds),
+    ]
+    for make in makers:
+        with pytest.raises(ConfigError, match="^(timeout_s|patience_s) must be above 0 and at most 1000000 seconds"):
+            make()

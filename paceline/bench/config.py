@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from paceline.bounds import MAX_CONTEXT, Amount, Context, Count, Positive, Rate, Streams, at_least, check, within
+from paceline.bounds import MAX_CONTEXT, Amount, Context, Count, Rate, Streams, Timeout, at_least, check, within
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import Lossy
 from paceline.plan.speculate import Speculation
@@ -203,7 +203,7 @@ class ServingConfig:
     """Repetitions; contenders alternate at each load."""
     ignore_eos: bool = False
     """Generate `max_tokens` tokens, ignoring end tokens."""
-    timeout_s: Positive = 600.0
+    timeout_s: Timeout = 600.0
     """Timeout of a request, in seconds."""
 
     def __post_init__(self) -> None:
@@ -262,7 +262,7 @@ class LatencyConfig:
     """Requests sent to a contender before the next one's turn."""
     new_connections: bool = False
     """Open a new connection for each request, as clients without connection reuse do."""
-    timeout_s: Positive = 600.0
+    timeout_s: Timeout = 600.0
     """Timeout of a request, in seconds."""
 
     def __post_init__(self) -> None:

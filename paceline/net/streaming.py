@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from urllib.parse import urlsplit
 
-from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
+from paceline.bounds import MAX_TIMEOUT_S
+from paceline.errors import ConfigError, DownloadError, ModelNotFoundError, shown
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark that may begin a stream of server-sent events (HTML standard, 9.2.6)."""
@@ -83,7 +84,9 @@ class Client:
         """`url`: the server's address, with or without /v1. `timeout_s`: seconds that a whole response may take.
         `keeps`: reuse connections. `option`, `key_name`: names of address and key in error messages.
 
-        Raises ConfigError for an invalid address or key."""
+        Raises ConfigError for an invalid address, timeout or key."""
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, not {shown(timeout_s)}")
         self._timeout_s, self._keeps = timeout_s, keeps
         no_address = f"{option} {without_secrets(url)!r} is no address"
         try:

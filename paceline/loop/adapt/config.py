@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Amount, Checked, Count, Positive, Share, check, within
+from paceline.bounds import Amount, Checked, Count, Positive, Share, Timeout, check, within
 from paceline.errors import ConfigError, refuse
 
 SCENARIOS = ("two-bases", "slow-drift", "new-schema", "weekend", "noise", "empty-day", "two-bases-drift")
@@ -244,7 +244,7 @@ class DeployConfig:
     """Method in vLLM's speculative config; eagle3 for EAGLE-3 drafters."""
     num_drafted: int = 7
     """Draft tokens per round in vLLM's speculative config."""
-    patience_s: Positive = 600.0
+    patience_s: Timeout = 600.0
     """Seconds after a change within which a server must be healthy again."""
     check_length: bool = True
     """After a change of a vLLM or SGLang server, compare its acceptance length on twenty prompts with paceline's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from paceline.bounds import Checked, Count, Positive, Rate, Whole, within
+from paceline.bounds import Checked, Count, Positive, Timeout, Whole, within
 
 Precision = Literal["float32", "bfloat16", "quantised"]
 
@@ -53,7 +53,7 @@ class AuditConfig(Checked):
     """Probability that an honest server is called faulty by the sampled answers, over all tests."""
     concurrency: Count = 4
     """Requests in flight at the same time."""
-    timeout_s: Rate = 120.0
+    timeout_s: Timeout = 120.0
     """Longest wait for an answer, in seconds."""
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from paceline.bounds import Amount, Checked, Count, Positive, Streams, check, refuse_unused, within
+from paceline.bounds import Amount, Checked, Count, Streams, Timeout, check, refuse_unused, within
 from paceline.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class EndpointConfig(Checked):
     """The server's name of the model [default: the first it lists]."""
     key_file: Path | None = None
     """File with its key; else PACELINE_API_KEY."""
-    timeout_s: Positive = 600.0
+    timeout_s: Timeout = 600.0
     """Timeout of a request in seconds."""
 
 
