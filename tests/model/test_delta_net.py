@@ -249,6 +249,20 @@ def test_a_path_of_a_tree_is_kept(decoder_class: Made) -> None:
             close(feed(target, row, tail[step:]), one_by_one([*tokens, *kept[:2], *tail[step:]])[42:])
 
 
+def test_larger_pending_windows_allocate_no_states(decoder_class: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second copy of all recurrent states was allocated for a moment, and dropped."""
+    cache, zeros, shapes = target_of(2, decoder_class).kv, torch.zeros, list[tuple[int, ...]]()
+
+    def counted(*shape: int, **options: Any) -> torch.Tensor:
+        shapes.append(shape)
+        return zeros(*shape, **options)
+
+    assert isinstance(cache, DeltaCache)
+    monkeypatch.setattr(torch, "zeros", counted)
+    cache._make_room(ROOM + 10)
+    assert len(shapes) == 4 * len(cache.memories) and {shape[1] for shape in shapes} == {ROOM + 10} == {cache.room}
+
+
 @pytest.mark.slow
 def test_a_row_forgets_the_one_before(decoder_class: Made) -> None:
     """Also what was no number."""

@@ -185,6 +185,13 @@ class DeltaCache(StaticKVCache):
         return DeltaMemory(
             torch.zeros(rows, one.num_value_heads, one.key_dim, one.value_dim, **full),
             torch.zeros(rows, one.kernel - 1, one.channels, dtype=self._dtype, device=self._device),
+            *self._pending(room),
+        )
+
+    def _pending(self, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns empty pending windows of `room` positions: inputs, keys, changes and decays."""
+        one, rows, full = self._shape, self.num_rows, {"dtype": torch.float32, "device": self._device}
+        return (
             torch.zeros(rows, room, one.channels, dtype=self._dtype, device=self._device),
             torch.zeros(rows, room, one.num_key_heads, one.key_dim, **full),
             torch.zeros(rows, room, one.num_value_heads, one.value_dim, **full),
@@ -353,10 +360,10 @@ class DeltaCache(StaticKVCache):
             return
         for memory in self.memories:
             with torch.inference_mode(False):  # inference tensors could not be changed outside that mode
-                larger = self._memory(count)
-            for old, new in zip(memory.pending, larger.pending, strict=True):
+                larger = self._pending(count)
+            for old, new in zip(memory.pending, larger, strict=True):
                 new[:, : self.room] = old
-            memory.inputs_BNX, memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH = larger.pending
+            memory.inputs_BNX, memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH = larger
         self.room = count
 
     def _whole(self, numbers: list[int]) -> Tensor:
