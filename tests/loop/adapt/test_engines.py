@@ -112,10 +112,12 @@ class TestWords:
         assert not any("secret" in word for word in words) and option(words, "--config") == str(given.settings)
         assert given.settings is not None and given.settings.stat().st_mode & 0o777 == 0o600
         assert yaml.safe_load(given.settings.read_text()) == {"api-key": 'a "secret"'}
-        own = replace(start, words=("--config", "own.yaml"))
-        (tmp_path / "own").mkdir()
-        words = command_of(own, given_to(own, tmp_path / "own"))
-        assert option(words, "--api-key") == 'a "secret"', "SGLang reads one file only"
+        for number, own_words in enumerate([("--config", "own.yaml"), ("--config=own.yaml",)]):
+            own, folder = replace(start, words=own_words), tmp_path / f"own{number}"
+            folder.mkdir()
+            words = command_of(own, given_to(own, folder))
+            assert option(words, "--api-key") == 'a "secret"', "SGLang reads one file only"
+            assert sum(word.partition("=")[0] == "--config" for word in words) == 1
 
     @pytest.mark.parametrize(
         ("changes", "message"),
