@@ -18,9 +18,14 @@ IS_MASKED = re.compile(r"([\w-]+=)?\*\*\*")
 """Words that a shell would quote only because of the asterisks."""
 VARIABLE = r"\w*(?:KEY|TOKEN|PASSWORD|SECRET)|(?i:api_?key|(?:hf|api|auth|access)_token|password|secret)"
 VALUE = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|[^\s'"])+"""
+LONE = r"(?:key|token)=(?=(?=[^\s'\"&]*\d)[^\s'\"&]{8}|[^\s'\"&()]{20})"
+"""A variable that often holds an ordinary word or a token id, with a value that looks random."""
 IN_TEXT = (
     (re.compile(rf"(?<![\w-])({OPTION})(=|\s+)(?!-){VALUE}", re.IGNORECASE), rf"\1\2{MASK}"),
     (re.compile(rf"\b({VARIABLE})={VALUE}"), rf"\1={MASK}"),
+    (re.compile(r"([?&#](?:key|token|sig|signature)=)[^\s'\"&#]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"(?<![\w.-])({LONE})[^\s'\"&]+"), rf"\1{MASK}"),
+    (re.compile(rf"(\bcurl\b[^|;\n]*?\s(?:-u\s*|--(?:proxy-)?user(?:=|\s+)))(?=[^\s]*:){VALUE}"), rf"\1{MASK}"),
     (re.compile(r"\b(Bearer|Authorization:\s*\w+|(?:x-)?api-key:)\s+[^\s'\"]+", re.IGNORECASE), rf"\1 {MASK}"),
     (re.compile(r"(://)[^\s/'\"@]+@"), rf"\1{MASK}@"),
 )
@@ -28,7 +33,8 @@ IN_TEXT = (
 
 def masked(text: str) -> str:
     """Returns the text with secrets replaced by "***": values of options such as --api-key, of variables such as
-    API_KEY=..., of "Bearer ..." headers, and names and passwords in addresses."""
+    API_KEY=..., of "Bearer ..." headers, of curl's option -u, and of key=... in addresses; names and passwords in
+    addresses; and values of key=... that look random."""
     for pattern, replacement in IN_TEXT:
         text = pattern.sub(replacement, text)
     return text

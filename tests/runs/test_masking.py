@@ -30,6 +30,11 @@ from paceline.runs.masking import masked, masked_command
         ["--publish", "curl -H 'Authorization: Bearer abc' x", "--limit", "3"],
         ["--publish", "curl -H 'Authorization: Basic abc' -H 'X-Api-Key: abc' x", "--limit", "3"],
         ["--restart", "vllm serve --api-key 'abc'", "--limit", "3"],
+        ["--publish", "curl -u me:abc http://h", "--limit", "3"],
+        ["--publish", "curl -sS --user 'me:abc' http://h", "--limit", "3"],
+        ["--publish", "curl http://h/x#key=abc", "--limit", "3"],
+        ["--publish", "curl 'http://h/x?a=1&token=abc'", "--limit", "3"],
+        ["--publish", "echo key=abc-4f9Qz71", "--limit", "3"],
         ["--restart", "API_KEY='abc d' hf_token=\"abc\" ./restart", "--limit", "3"],
     ],
 )
@@ -53,7 +58,23 @@ def test_a_masked_word_stays_one_word() -> None:
 def test_other_words_are_stored_as_they_are() -> None:
     words = ["paceline", "train", "--mask-token", "5", "--api-key-file", "a b.txt", "--max-tokens", "7", "user@host:x"]
     assert shlex.split(masked_command(words)) == words
-    assert masked("the key of --mask-token 5") == "the key of --mask-token 5"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the key of --mask-token 5",
+        "sorted(rows, key=len)",
+        "key=value, token=151643",
+        "docker run -u 1000:1000 image",
+        "sort -u a:b",
+        "curl -s http://127.0.0.1:8000/v1/models",
+        "http://h/guide.html#keys",
+        "monkey=banana-split-2026",
+    ],
+)
+def test_ordinary_words_are_not_masked(text: str) -> None:
+    assert masked(text) == text
 
 
 @pytest.mark.parametrize("url", ["http://me:abc@h:x", "me:abc@h:80", "http://a:abc/d@h", "http://h/?token=abc"])
