@@ -25,7 +25,7 @@ from paceline.loop.evals.suite import read_suite
 from paceline.loop.flywheel.config import FlywheelConfig
 from paceline.loop.flywheel.run import open_turn
 from paceline.loop.flywheel.stages import Turn, record
-from paceline.loop.store.incoming import read_shard, shards_of
+from paceline.loop.store.incoming import readable_rows, shards_of
 from paceline.report.tables import SILENT, Column, Progress, Table, ignore
 from paceline.simulate.costs.roofline import pass_seconds
 from paceline.train.answers.mixture import read_mixture
@@ -174,7 +174,8 @@ def _material(turn: Turn) -> Material:
         rows = len(prompts) * len(config.answering.temperatures)
         return Material(rows, sum(lengths) / max(1, len(lengths)), ANSWER_SHARE * config.answering.max_tokens)
     folders = [split for source in sources for split in _splits(source)]
-    rows = [row for folder in folders for file in shards_of(folder) for row in read_shard(file) if row["answer_ids"]]
+    files = [file for folder in folders for file in shards_of(folder)]
+    rows = [row for file in files for row in readable_rows(file) if row["answer_ids"]]
     if not rows:
         raise PromptError(f"{', '.join(map(str, sources))} holds no answer whose tokens are known: record some")
     means = (sum(len(row[name] or ()) for row in rows) / len(rows) for name in ("prompt_ids", "answer_ids"))

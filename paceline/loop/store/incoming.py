@@ -74,6 +74,11 @@ def read_shard(file: Path) -> list[Row]:
     return [row for row, _ in rows]
 
 
+def readable_rows(file: Path) -> list[Row]:
+    """Reads as `read_shard`, but leaves out rows with a text that is not UTF-8, as adding them to a store does."""
+    return [row for row, is_damaged in _read(file) if not is_damaged]
+
+
 def _read(file: Path) -> list[tuple[Row, bool]]:
     """Reads as `read_shard`; also returns, for each row, True if one of its texts is not UTF-8."""
     with reraised(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -11,9 +13,10 @@ from pyarrow import parquet
 from stores import BYTES, answer, answered, many, store_of
 
 from paceline.errors import PromptError
+from paceline.loop.flywheel.pricing import _material
 from paceline.loop.store.folder import Store
 from paceline.loop.store.forget import forget
-from paceline.loop.store.incoming import read_shard
+from paceline.loop.store.incoming import read_shard, readable_rows
 
 pytestmark = pytest.mark.slow
 DAMAGED = b"half a let\xfft"
@@ -61,6 +64,14 @@ def test_a_row_that_is_not_utf8_does_not_keep_others_in_its_file(
 def test_a_shard_of_a_store_is_not_read_in_part(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match=r"rows with text that is not UTF-8: 1"):
         read_shard(with_damage(tmp_path / "more", "text"))
+
+
+def test_a_price_reads_the_rows_that_a_store_takes(tmp_path: Path, store: Store) -> None:
+    """`turn --dry-run` refused files that `turn` reads without their damaged rows."""
+    file = with_damage(tmp_path / "more", "text")
+    assert len(readable_rows(file)) == sum(store.add([tmp_path / "more"], BYTES)["added"].values()) == 3
+    recorded = SimpleNamespace(config=None, state=SimpleNamespace(stages={"store": {}}), of=lambda _: {"store": file})
+    assert _material(cast(Any, recorded)).rows == 3
 
 
 def test_lines_of_suites_and_labels_keep_their_bytes(tmp_path: Path, store: Store) -> None:
