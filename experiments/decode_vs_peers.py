@@ -251,8 +251,11 @@ def vllm_environment(home: Path, ours: dict[str, str]) -> dict[str, str]:
     return kept | {"VLLM_CACHE_ROOT": str(home / "vllm/cache")} | ({"LD_PRELOAD": libraries[0]} if libraries else {})
 
 
-def busy_share(seconds: float) -> float:
-    """Share of all cores' time that others used while we sleep: spinning threads and strangers."""
+def busy_share(seconds: float) -> float | None:
+    """Share of all cores' time that others used while we sleep: spinning threads and strangers. None if
+    the system does not count it."""
+    if not Path("/proc/stat").is_file():
+        return None
     clock = BusyClock()
     time.sleep(seconds)
     return clock.others_share()

@@ -146,7 +146,11 @@ def show(figures: dict[str, Any], machine: Machine) -> None:
             f"left out: {each['model']}, {each['streams']} streams: {each['name']}: {each['missing'].splitlines()[-1]}"
         )
     busy = [
-        turn["busy_after"] for result in figures["results"] for row in result["contenders"] for turn in row["turns"]
+        turn["busy_after"]
+        for result in figures["results"]
+        for row in result["contenders"]
+        for turn in row["turns"]
+        if turn["busy_after"] is not None
     ]
     if max(busy, default=0.0) > IDLE:
         print(f"NOT IDLE: busy up to {max(busy):.0%} between turns, {statistics.median(busy):.0%} in the median")

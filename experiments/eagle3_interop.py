@@ -1,7 +1,7 @@
 """Our EAGLE-3 beside that of the PyPI package `speculators`: hidden states and logits over three steps of one text.
 
     python -m venv build/peer && build/peer/bin/pip install torch==2.13.0 transformers speculators==0.9.0
-    build/peer/bin/pip install -e . && build/peer/bin/python experiments/eagle3_interop.py
+    build/peer/bin/pip install -e '.[train]' && build/peer/bin/python experiments/eagle3_interop.py
 
 The package's own module, with its config class and its names, gets random weights; its state is written as a
 `speculators` folder and read by ours. Both run test-time training's three steps over the same random features and

@@ -4,7 +4,7 @@ gives hidden states while a training runs. Each is a context that ends its proce
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import itertools
 import os
 import shlex
@@ -123,8 +123,12 @@ def difference(before: Sequence[dict[str, float]], after: Sequence[dict[str, flo
 
 def nginx_conf(replicas: Sequence[Replica], port: int, folder: Path) -> str:
     """The configuration that deploy/gateway renders for one region, with nginx's own files in `folder`."""
-    sys.path.append(str(ROOT / "deploy" / "gateway"))
-    render: Any = importlib.import_module("render")
+    spec = importlib.util.spec_from_file_location("gateway_render", ROOT / "deploy" / "gateway" / "render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    render: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = render  # its dataclasses look themselves up there
+    spec.loader.exec_module(render)
     regions = render.read_groups([f"all={','.join(f'{HOST}:{replica.port}' for replica in replicas)}"], "region")
     text = render.render("nginx", regions, port).replace("/tmp/paceline-nginx", str(folder / "nginx"))
     return text.replace(f"listen {port};", f"listen {HOST}:{port};").replace(

@@ -45,8 +45,11 @@ def scored(
     """For each answer token, by one teacher-forced pass: NLL minus entropy under the target's distribution as the
     request has it, and its point between 0 and 1."""
     reader = ForcedReader(llm.target)
-    ((_, logits_TV),) = reader.logits(prompt + answer, len(prompt))
-    reader.close()
+    try:
+        parts = [part_TV.clone() for _, part_TV in reader.logits(prompt + answer, len(prompt))]  # valid until the next
+    finally:
+        reader.close()
+    logits_TV = torch.cat(parts)
     probs = target_probs(logits_TV.float(), params).double()
     probs = probs / probs.sum(-1, keepdim=True)
     entropy = torch.special.entr(probs).sum(-1)

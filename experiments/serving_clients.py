@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.net.served_model import served_name
-
-from paceline.net.streaming import Client
+from paceline.net.streaming import Client, served_name
 
 BUILTIN = Path(__file__).parent.parent / "paceline" / "bench" / "prompts.jsonl"
 NUM_PROMPTS = 32

@@ -21,7 +21,7 @@ from typing import Any
 
 import stages
 from fleet_servers import HOST, Limits, free_port, hidden_states, num_served, printed_command
-from server_process import process, wait_until
+from server_process import Missed, process, wait_until
 from stages import MARK, stage
 
 from paceline.hardware import this_machine
@@ -116,4 +116,7 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Missed as error:
+        sys.exit(str(error))

@@ -29,7 +29,7 @@ from typing import Any
 from decode_vs_peers import installed, say
 from fleet_servers import VLLM_MODULE, environment
 from gguf_to_folder import folder_of
-from server_process import HOST, free_port, process, wait_until
+from server_process import HOST, Missed, free_port, process, wait_until
 from stages import paceline
 
 from paceline import LLM
@@ -76,9 +76,12 @@ def decode_rate(client: Client, model: Path, number: int, max_tokens: int) -> fl
     body = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     stream = client.post("/v1/completions", json.dumps(body).encode())
+    failed = f"vLLM failed, see its log: {stream.failure or stream.body[-300:]!r}"
+    if stream.failure or stream.status != 200:
+        sys.exit(failed)
     chunks = [(at, json.loads(data)) for at, data in stream.events() if data.startswith(b"{")]
-    if stream.failure or stream.status != 200 or any("error" in chunk for _, chunk in chunks):
-        sys.exit(f"vLLM failed, see its log: {stream.failure or stream.body[-300:]!r}")
+    if any("error" in chunk for _, chunk in chunks):
+        sys.exit(failed)
     times = [at for at, chunk in chunks if chunk["choices"]]
     return (chunks[-1][1]["usage"]["completion_tokens"] - 1) / (times[-1] - times[0])
 
@@ -176,4 +179,7 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Missed as error:
+        sys.exit(str(error))
