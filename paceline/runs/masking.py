@@ -25,18 +25,24 @@ IN_TEXT = (
     (re.compile(rf"\b({VARIABLE})={VALUE}"), rf"\1={MASK}"),
     (re.compile(r"([?&#](?:key|token|sig|signature)=)[^\s'\"&#]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"(?<![\w.-])({LONE})[^\s'\"&]+"), rf"\1{MASK}"),
-    (re.compile(rf"(\bcurl\b[^|;\n]*?\s(?:-u\s*|--(?:proxy-)?user(?:=|\s+)))(?=[^\s]*:){VALUE}"), rf"\1{MASK}"),
     (re.compile(r"\b(Bearer|Authorization:\s*\w+|(?:x-)?api-key:)\s+[^\s'\"]+", re.IGNORECASE), rf"\1 {MASK}"),
     (re.compile(r"(://)[^\s/'\"@]+@"), rf"\1{MASK}@"),
 )
+CURL = re.compile(r"\bcurl\b")
+OF_CURL = re.compile(
+    r"""(?<![\w-])(-[A-Za-z]*[uU]\s*|--(?:proxy-)?user(?:=|\s+))(?:'[^']*:[^']*'|"[^"]*:[^"]*"|[^\s'":]+:\S*)"""
+)
+"""curl's options with a user's name and password, also behind other letters: -u, -U, -sSu, --user, --proxy-user."""
 
 
 def masked(text: str) -> str:
     """Returns the text with secrets replaced by "***": values of options such as --api-key, of variables such as
-    API_KEY=..., of "Bearer ..." headers, of curl's option -u, and of key=... in addresses; names and passwords in
-    addresses; and values of key=... that look random."""
+    API_KEY=..., of "Bearer ..." headers, of curl's options -u and -U, and of key=... in addresses; names and passwords
+    in addresses; and values of key=... that look random."""
     for pattern, replacement in IN_TEXT:
         text = pattern.sub(replacement, text)
+    if curl := CURL.search(text):
+        text = text[: curl.end()] + OF_CURL.sub(rf"\1{MASK}", text[curl.end() :])
     return text
 
 
