@@ -98,8 +98,8 @@ class Row:
     """Function that computes `offers` on demand; its argument names draft sources to leave out."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Return the row's `offers`, from which the planner chooses. If the field `ask` is set, this function computes
-        them first. `unwanted`: draft sources to leave out; used only by `ask`."""
+        """Return the row's `offers`, from which the planner chooses, one for each draft source. If the field `ask` is
+        set, it is called for them first, with `unwanted`: names of draft sources to leave out."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers

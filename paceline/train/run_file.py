@@ -208,7 +208,8 @@ def _check_names(file: Path, within: tuple[type, type], tree: Mapping[Any, Any],
                 f"{file}: {prefix}{name} must hold settings by name, such as {next(iter(_fields(inner)))}"
             )
         if isinstance(value, Mapping):
-            for part in filter(None, (inner, *map(_inner, get_args(fields[name])))):  # also that of GrammarSpec | None
+            parts = (inner, *map(_inner, get_args(fields[name])))  # also that of GrammarSpec | None
+            if part := next(filter(None, parts), None):
                 _check_names(file, (part, whole), value, f"{prefix}{name}.")
 
 

@@ -281,7 +281,8 @@ class Run:
 
 
 def svg(timing: Timing, speed: float | None = None) -> str:
-    """Return an animated SVG of both answers, replayed at `speed` times real time [default: slow enough to follow]."""
+    """Return an animated SVG of the answers without and with drafts, side by side, replayed at `speed` times real time
+    [default: slow enough to follow]."""
     speed = speed or timing.usual_speed
     sides = (timing.off, timing.on)
     laid_out = [list(runs(side)) for side in sides]

@@ -152,6 +152,7 @@ class MachineFacts:
     number: int = 1
     """Number of GPUs, or of processes."""
     is_here: bool = True
+    """False if this is another machine than the one that computes the plan (`--hardware`)."""
     is_busy: bool = False
     """True if other programs used the processors during the measurement."""
 
