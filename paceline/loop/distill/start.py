@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.loop.distill.config import FilesConfig, StudentConfig
 from paceline.model import checkpoint
-from paceline.model.config.decoder import DecoderConfig, has_llama_layers
+from paceline.model.config.decoder import DecoderConfig, decoder_config, has_llama_layers
 from paceline.model.gguf.container import is_gguf
 from paceline.model.gguf.to_folder import config_json_of, write_model
 from paceline.model.target import ForwardBatch
@@ -156,14 +156,42 @@ def write_start(
         check_layers(config, teacher)
         by_influence = influence is not None and config.choice == "influence" and not config.keep_layers
         layers = kept_layers(config, shape.num_layers, influence() if influence and by_influence else None)
-        raw: dict[str, Any] = {**config_json_of(teacher), "num_hidden_layers": len(layers)}
-        for name in BY_LAYER:
-            if isinstance(raw.get(name), list):
-                raw[name] = [raw[name][layer] for layer in layers]
+        raw = config_of_layers(config_json_of(teacher), layers, teacher)
         tensors = checkpoint.check_tensors(shape, checkpoint.load_tensors(teacher), teacher)
         write_model(folder, raw, _selected(tensors, layers), teacher)
     write_whole(folder / LAYERS, json.dumps(layers) + "\n")
     return layers
+
+
+def config_of_layers(raw: dict[str, Any], layers: Sequence[int], teacher: Path) -> dict[str, Any]:
+    """Returns the content of the student's config.json: `raw`, the teacher's, with the layers at the indices `layers`
+    alone. Rules by a layer's index (every fourth without RoPE, windows from layer 28 on) become lists, so that each
+    layer keeps what it has in the teacher. Raises ConfigError if the keys of this family cannot say so; `teacher` is
+    named in the error."""
+    shape = decoder_config(raw, teacher)
+    own = {**raw, "num_hidden_layers": len(layers)}
+    for name in BY_LAYER:
+        if isinstance(raw.get(name), list):
+            own[name] = [raw[name][layer] for layer in layers]
+    if "none" in shape.ropes:
+        own["no_rope_layers"] = [int(shape.rope(layer) != "none") for layer in layers]
+    if None in shape.windows:  # some layers have a window and others none
+        own["layer_types"] = ["full_attention" if shape.is_full(layer) else "sliding_attention" for layer in layers]
+    if shape.dense_layers:
+        own |= {"decoder_sparse_step": 1}
+        own["mlp_only_layers"] = [place for place, layer in enumerate(layers) if not shape.has_experts(layer)]
+    student = decoder_config(own, teacher)
+    if [_options_of(student, place) for place in range(len(layers))] != [_options_of(shape, each) for each in layers]:
+        raise ConfigError(
+            f"{teacher}: layers of this model depend on their position and cannot be taken out: give a smaller model "
+            "with --student"
+        )
+    return own
+
+
+def _options_of(config: DecoderConfig, layer: int) -> tuple[object, ...]:
+    """Returns (window, type of RoPE, True if it has experts) of a layer."""
+    return config.window(layer), config.rope(layer), config.has_experts(layer)
 
 
 def check_same_words(student: Path, teacher: Path) -> DecoderConfig:

@@ -14,8 +14,9 @@ from small_teacher import WORDS, untaught, write_untaught
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.loop.distill.config import FilesConfig, StudentConfig, TeachingConfig
-from paceline.loop.distill.start import influences, kept_layers, spread_layers, write_start
+from paceline.loop.distill.start import config_of_layers, influences, kept_layers, spread_layers, write_start
 from paceline.model import checkpoint
+from paceline.model.config.decoder import decoder_config
 from paceline.model.gguf.to_folder import write_folder
 from paceline.train.documents.dataset import Document
 
@@ -66,6 +67,38 @@ def test_a_student_has_the_layers_that_were_asked_for(tmp_path: Path) -> None:
     name = "self_attn.q_proj.weight"
     assert torch.equal(ours[f"model.layers.1.{name}"], theirs[f"model.layers.3.{name}"])
     assert torch.equal(ours["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
+
+
+FOUR_LAYERS = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"), 32) | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("SmolLM3", {"no_rope_layer_interval": 2}),
+        ("SmolLM3", {"no_rope_layer_interval": 4, "use_sliding_window": True, "sliding_window": 7}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+        ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [2]}),
+        ("Qwen3Moe", {**EXPERTS, "decoder_sparse_step": 2}),
+        ("Mistral", {"sliding_window": 7}),
+    ],
+)
+@pytest.mark.parametrize("layers", [(0, 2, 3), (1, 3), (2, 3), (1, 2)])
+def test_a_layer_keeps_what_its_place_gave_it(architecture: str, options: dict, layers: tuple[int, ...]) -> None:
+    """Rules by a layer's index (windows, RoPE, experts) hold for the teacher's indices, not the student's."""
+    raw = {**FOUR_LAYERS, "architectures": [f"{architecture}ForCausalLM"], **options}
+    file = Path("config.json")
+    teacher = decoder_config(raw, file)
+    student = decoder_config(config_of_layers(raw, layers, file), file)
+    for place, layer in enumerate(layers):
+        assert student.window(place) == teacher.window(layer)
+        assert student.rope(place) == teacher.rope(layer)
+        assert student.has_experts(place) == teacher.has_experts(layer)
 
 
 @pytest.mark.slow
