@@ -116,7 +116,8 @@ class Comparison:
     tokens_per_s: float
     """Tokens per second of the other engine."""
     speedup: float | None
-    """Speed-up over the other engine; None if it is higher than speculation can give, see `doubt`."""
+    """Speed-up over the other engine. Over plain decoding it cannot exceed the acceptance length: if the measured
+    value does, this is None, and `doubt` gives the reason."""
     identical: bool | None = None
     """True if the tokens are equal; None for sampled answers, where only the distribution has to be equal."""
     first_difference: int | None = None
@@ -144,7 +145,7 @@ def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Co
 
 def compare_with_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Comparison:
     """Compare the answer `completion` with `plain`, the result of `answer_plainly` for the same prompt, in speed and
-    tokens. `params`: the request's sampling parameters. Tokens are compared only if these are greedy, because sampled
+    tokens. `params`: the request's sampling parameters. Tokens are compared only at temperature 0, because sampled
     answers may differ. No other request may be running: to examine a difference, the target runs one more pass."""
     speed = plain.stats.tokens_per_s
     parted = (

@@ -51,8 +51,9 @@ class BenchConfig:
     seed: int | None = 0
     """Base seed of the requests."""
     marginals: bool = False
-    """With speculate full or N, also record how often each candidate of each draft position is accepted, for `paceline
-    simulate --marginals`; this takes time. With tree:N it is always recorded."""
+    """Also record how often the candidate of each rank is accepted at each draft position (the marginals), for
+    `paceline simulate --marginals`. This slows decoding down. It applies if speculate is full or a
+    number; with tree:N the marginals are always recorded."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -82,8 +83,8 @@ class MockSetting(NamedTuple):
 
     batch: int
     tokens_per_round: float
-    """Mocked acceptance length (tokens per round, with the bonus token); for a tree, the one that its marginals
-    imply."""
+    """Mocked acceptance length (tokens per round, with the bonus token). For a tree it is predicted from the marginals
+    (how often the candidate of each rank is accepted at each draft position)."""
     num_nodes: int = 0
     """Number of drafts in a tree; 0 for a chain (drafts without branches)."""
 
@@ -107,7 +108,8 @@ class MockConfig:
     trees: tuple[Annotated[int, within(f"between 1 and {MOST_NODES}", least=1, most=MOST_NODES)], ...] = ()
     """Also measure trees of these numbers of drafts per round; `marginals` gives their acceptance length."""
     marginals: str = "greedy"
-    """Acceptance of a tree's nodes, as for `paceline simulate --marginals`."""
+    """Marginals: how often the candidate of each rank is accepted at each draft position of a tree. Takes the same
+    values as `paceline simulate --marginals`."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -192,7 +194,8 @@ class ServingConfig:
     rates: tuple[Rate, ...] = ()
     """Open loops: request rates per second, with random arrival times (Poisson)."""
     num_requests: Count | None = None
-    """Requests of each pass [default: all prompts, but at least 4 per request in flight, or 10 s of a rate]."""
+    """Number of requests in each pass [default: one for each prompt; prompts are repeated if there are fewer than 4 per
+    request in flight, or too few for 10 s of a rate]."""
     max_tokens: Count = 128
     """Longest answer, in tokens."""
     temperature: Annotated[float, within("0 or more", least=0)] = 0.0
@@ -200,7 +203,7 @@ class ServingConfig:
     seed: int = 0
     """Seed of arrival times, and base seed of the requests."""
     repeat: Count = 1
-    """Repetitions; contenders alternate at each load."""
+    """Repetitions; at each load, the compared speculation settings take turns."""
     ignore_eos: bool = False
     """Generate `max_tokens` tokens, ignoring end tokens."""
     timeout_s: Timeout = 600.0
@@ -228,7 +231,7 @@ class ServersConfig:
     api_key_file: Path | None = None
     """File with the server's key; else PACELINE_API_KEY."""
     speculate: tuple[str, ...] | None = None
-    """Contenders: off, auto, full, or a number of drafts [default: off,auto]."""
+    """Speculation settings to compare: off, auto, full, or a number of drafts [default: off,auto]."""
     words: tuple[str, ...] = ()
     """Options of the servers to start, as for `paceline serve`."""
 
@@ -259,7 +262,7 @@ class LatencyConfig:
     repeat: Count = 3
     """Repetitions of each workload."""
     turn: Count = 4
-    """Requests sent to a contender before the next one's turn."""
+    """Number of requests sent to one of the compared servers before the next server gets the same ones."""
     new_connections: bool = False
     """Open a new connection for each request, as clients without connection reuse do."""
     timeout_s: Timeout = 600.0
@@ -327,7 +330,8 @@ class LossyConfig:
     settings: str = "typical:eps=0.3,delta=0.3;relaxed:n=2,delta=0.3;threshold:0.3;lenience:0.5;mixture:0.8"
     """Lossy rules with their values, separated by semicolons (docs/explanation/lossless.md)."""
     max_tv: float | None = None
-    """Default budget of a rule: largest mean total variation of an answer."""
+    """Limit for rules without one of their own: largest total variation distance from the target's distribution, as the
+    mean over an answer's tokens."""
     temperature: Amount = 0.0
     """Sampling temperature; 0 is greedy."""
     max_tokens: Count = 128
@@ -349,6 +353,6 @@ class LossyConfig:
 
     def rules(self) -> list[Lossy]:
         """Return the lossy acceptance rules in `settings` ("lenience:0.5;mixture:0.8"), without duplicates. A rule
-        without a budget (largest mean total variation) gets `max_tv`. Raises SamplingError on an invalid rule."""
+        without a limit of the mean total variation gets `max_tv`. Raises SamplingError on an invalid rule."""
         rules = [Lossy.of(part) for part in self.settings.split(";") if part.strip()]
         return [rule if rule.max_tv is not None else rule.within(self.max_tv) for rule in dict.fromkeys(rules)]

@@ -84,7 +84,7 @@ class Result(Drafting):
     """Tokens per second in the slowest and in the fastest repetition."""
     decode_tokens_per_s: float | None
     speedup: float | None
-    """Speed-up over plain decoding; None if it is higher than speculation can give, see `doubt`."""
+    """Speed-up over plain decoding; None if it exceeds the acceptance length, which is impossible, see `doubt`."""
     speedup_interval: tuple[float | None, float | None]
     """95% bootstrap interval of the speed-up over prompts."""
     speedup_vs: dict[str, float]
@@ -97,6 +97,7 @@ class Result(Drafting):
     bytes_per_s: float | None
     """Bytes of weights that verification reads per second, over all repetitions."""
     repetition: float
+    """Share of token 8-grams that occurred earlier in the same answer."""
     num_answers: int
     num_output_tokens: int
     marginals: Tally | None = None
@@ -106,7 +107,7 @@ class Result(Drafting):
     """Reason not to trust the speed-up (machine busy, too few tokens), or None."""
 
     def __post_init__(self) -> None:
-        """Removes a speed-up that is higher than speculation can give, also one from an older version's file."""
+        """Removes a speed-up that exceeds the acceptance length, also one from an older version's file."""
         if self.drafter != BASELINE and self.drafter not in PEERS:
             self.doubt = self.doubt or doubt(self.speedup, self.tokens_per_round, self.num_output_tokens)
             self.speedup = possible_speedup(self.speedup, self.tokens_per_round)
@@ -287,17 +288,17 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
 
 
 def set_figures(bench: Bench) -> dict[str, Any]:
-    """Return the figures of one prompt set as a dict. Figures of all answers:
+    """Return the results of a finished `Bench`, which measured one prompt set, as a dict. Keys for the whole benchmark:
 
     - "results": one Result per setting (drafter, temperature, batch size)
     - "num_requests": number of requests measured
     - "num_skipped": number of user messages left out because they exceed the context
 
-    Figures of the answers with the last drafter in the options, at the smallest batch size:
+    Keys for one drafter, the last in the options, at the smallest batch size, in the first repetition:
 
-    - "looping": a dict for each temperature. Its "looping_share" is the share of answers that end in a repetition, its
-      "without_loops" the acceptance length of the other answers
-    - "looping_share": the one of the lowest temperature
+    - "looping": a list with a dict for each temperature. "looping_share" is the share of answers that end in a
+      repetition, "without_loops" is the acceptance length of the other answers
+    - "looping_share": share of answers that end in a repetition, at the lowest temperature
     - "by_context": acceptance length by context length, at the lowest temperature
     - "texts": some answers of each temperature"""
     config = bench.config

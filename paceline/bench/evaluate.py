@@ -61,7 +61,8 @@ def read_sets(sources: tuple[str, ...], limit: int | None, tags: Sequence[str] =
     same name.
 
     `tags`: read only requests (of traces or stores) with one of these tags. Raises ConfigError if there are tags
-    without sources, or a source does not have a tag, and PromptError if a source cannot be read."""
+    without sources, or if one of the tags does not occur in a source. Raises PromptError if a source cannot be
+    read."""
     if not sources:
         refuse(ConfigError, (bool(tags), "--tag selects among traces: give them with --prompts"))
         return [PromptSet(BUILTIN, BUILTIN, read_prompts(BUILTIN_PROMPTS, limit))]

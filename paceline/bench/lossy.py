@@ -46,9 +46,11 @@ class Result:
     decoding exceeds the acceptance length: then the machine was busy."""
     beside_lossless_interval: Interval
     mean_tv: float
+    """Mean total variation distance from the target's distribution, over tokens."""
     mean_kl: float
     """Mean KL divergence from the target's distribution, in nats; `verify/lossy.py` defines it for greedy answers."""
     share_changed: float
+    """Share of tokens that differ from the lossless rule's token with the same random numbers."""
     score: float
     score_interval: Interval
     score_gain: float

@@ -99,7 +99,7 @@ class Pass:
     num_passes: int = 0
     """Number of the target's forward passes for decoding; each reads all weights."""
     marginals: Tally = field(default_factory=Tally)
-    """How often the target's token had each rank among the drafter's candidates, if the planner records it."""
+    """How often the target's token had each rank among the drafter's candidates; empty if this was not recorded."""
 
     @property
     def num_tokens(self) -> int:

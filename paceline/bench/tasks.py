@@ -94,8 +94,8 @@ def score_number(row: Row, text: str) -> bool:
 
 
 def score_code(row: Row, text: str) -> bool:
-    """Return True if the code in the generated text passes the tests of the HumanEval data row. Executes it, see
-    `runs`."""
+    """Return True if the code in the generated text passes the tests of the HumanEval data row. Executes the code in a
+    separate process, with limits of time and memory."""
     code = code_of(text)
     whole = code if f"def {row['entry_point']}" in code else row["prompt"] + code
     return runs(f"{row['prompt']}    pass\n\n{whole}\n\n{row['test']}\n\ncheck({row['entry_point']})\n")

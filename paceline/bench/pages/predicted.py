@@ -34,8 +34,8 @@ LINE, CELL = 0.19, 0.075
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
     """Return how many drafts round `number` (from 1) of a simulated answer accepts. `survival[i]`: share of rounds
-    whose first i + 1 drafts are accepted. The results for many rounds have these shares, but they are not random: equal
-    arguments give an equal result."""
+    whose first i + 1 drafts are accepted. Over many rounds the results have these shares. Nothing is drawn at random:
+    equal arguments give an equal result."""
     threshold = (number * GOLDEN) % 1.0
     return sum(survived > threshold for survived in survival)
 
@@ -54,9 +54,10 @@ def token_times(survival: Sequence[float], first_s: float, round_s: float, count
 
 
 def predicted(costs: CostsConfig, config: ChartConfig) -> tuple[Timing, list[str]]:
-    """Return (a built-in sample text with predicted token times, without drafts and with drafts; warnings, such as that
-    the load does not fit into memory). No model runs. `costs`: target, drafter and machine. `config`: batch size,
-    context length, acceptance and longest draft. Raises PacelineError for invalid costs or acceptance."""
+    """Predict when each token of a built-in sample text is generated, without drafts and with drafts; no model runs.
+    Returns (these times, list of warnings, such as that the load does not fit into memory). `costs`: target, drafter
+    and machine. `config`: batch size, context length, acceptance and longest draft. Raises PacelineError for invalid
+    costs or acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)
     prediction, pieces = predict(setup.costs, acceptance, load), passage()

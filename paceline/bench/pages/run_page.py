@@ -36,8 +36,8 @@ KINDS = {"heldout": "held out", "ood": "out of domain"}
 
 
 def speedup_cell(result: Result) -> str | None:
-    """Return the text of a table cell: the speed-up with its interval, or "busy: repeat" if it is higher than
-    speculation can give (the machine was busy). None if no speed-up was measured."""
+    """Return the text of a table cell: the speed-up with its interval, or "busy: repeat" if the measured value exceeds
+    the acceptance length, which means that the machine was busy. None if no speed-up was measured."""
     return with_interval(result.speedup, result.speedup_interval, unit="x") or (result.doubt and "busy: repeat")
 
 

@@ -109,7 +109,8 @@ def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 def read_points(run: Path, batch: int) -> list[Point]:
     """Return one point (acceptance length, speed-up) for each drafter that a bench decode run measured at batch size
-    `batch`. Speed-ups above what speculation can give are left out. Raises ConfigError if no point is left."""
+    `batch`. Speed-ups above the acceptance length, which are impossible, are left out. Raises ConfigError if no point
+    is left."""
     file = run / "results.json" if run.is_dir() else run
     objects = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
     results = objects[0].get("results") if len(objects) == 1 else None

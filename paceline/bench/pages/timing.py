@@ -122,8 +122,8 @@ class Timing:
 
     @property
     def speedup(self) -> float | None:
-        """Ratio of tokens per second with speculation to those without; None if it is higher than speculation can give,
-        see `doubt`."""
+        """Ratio of tokens per second with speculation to those without; None if it exceeds the acceptance length, which
+        is impossible, see `doubt`."""
         return possible_speedup(self._measured, self.on.tokens_per_round)
 
     @property

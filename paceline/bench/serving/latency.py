@@ -128,6 +128,7 @@ class LatencyResult:
 
     workload: str
     arm: str
+    """Name of the contender."""
     num_answers: int
     num_failed: int
     failures: dict[str, int]
@@ -138,12 +139,15 @@ class LatencyResult:
     parts: dict[str, Spread]
     """Part -> spread of its seconds, for the parts that were measured."""
     bars: dict[str, dict[str, float]]
-    """Percentile (p50, p90, p99) -> seconds by segment: means of the requests whose total is near it."""
+    """Percentile (p50, p90, p99) of the total time -> {segment of the chart's bar, such as "prefill": mean seconds}.
+    The mean is over the answers whose total time is near the percentile."""
     unattributed: float | None
-    """Share of the total time of all answers that no part explains; positive and negative errors of answers cancel."""
+    """Time that no part explains, as a share of the total time. Both are sums over all answers, in which errors of
+    opposite sign cancel."""
     is_told: bool
+    """True if the server reported its timings for every answer; False without answers."""
     largest: str | None
-    """Segment with the most time in the p50 bar."""
+    """Segment with the most time in the p50 bar, other than "unattributed"; None without answers."""
     num_tokens: float | None
     """Mean number of tokens per answer."""
     tokens_per_round: float | None
@@ -164,8 +168,8 @@ class Pair:
     p50_s: float
     against_p50_s: float
     cut: float | None
-    """Relative reduction of the median (p50): 0.25 is a quarter less time. None if it is higher than speculation can
-    give."""
+    """Relative reduction of the median (p50): 0.25 is a quarter less time. None if the first contender's median is 0,
+    or if decoding sped up by more than the acceptance length, which is impossible, see `doubt`."""
     difference_s: float
     """Median over requests of the difference to the first contender, in seconds."""
     interval_s: Interval

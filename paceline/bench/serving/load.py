@@ -61,8 +61,9 @@ class Answer:
     error: str | None = None
     """Reason why the request failed; the other fields are then meaningless."""
     first_s: float = 0.0
-    """Seconds from the due time to the first text."""
+    """Seconds from the due time (when the request should be sent) to the first text."""
     total_s: float = 0.0
+    """Seconds from the due time to the end of the response."""
     due_s: float = 0.0
     """Due time in seconds after the start of the pass."""
     late_s: float = 0.0
@@ -80,7 +81,7 @@ class Answer:
     accepted_histogram: list[int] = field(default_factory=list)
     """Entry n: number of rounds in which exactly n drafts were accepted."""
     lossless: bool = True
-    """False if the server reports mocked acceptance."""
+    """False if the server reports mocked acceptance or a lossy rule."""
     rounds_by_source: dict[str, Any] = field(default_factory=dict)
     """Source of drafts ("dflash", "ngram") -> num_rounds, num_drafted and accepted_histogram of its rounds, as the
     server reports them."""
@@ -139,7 +140,8 @@ class ServingResult:
     tokens_per_round: float | None
     speedup: float | None
     """Mean answer time with speculation off, divided by this contender's, on the same requests: median over
-    repetitions. None if it is higher than speculation can give, see `doubt`; at an open rate any value counts."""
+    repetitions. None if speculation off was not measured. In a closed loop it cannot exceed the acceptance length:
+    if the measured value does, this is None, and `doubt` gives the reason."""
     identical: float | None
     """Share of greedy texts that are equal to those with speculation off."""
     reused: float | None
@@ -180,8 +182,8 @@ class ServingBench:
         on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
     ) -> None:
         """Send all requests `repeat` times at each load. At each load the contenders run one after the other; every
-        second time their order is reversed. `on_answer` gets the load and the contender's name after each answer.
-        `on_pass` gets these and the Pass after all requests of a load."""
+        second time their order is reversed. `on_answer(load, name)` is called after each answer of the contender
+        `name`, and `on_pass(load, name, timed_pass)` after each pass over all requests."""
         try:
             for contender in self.contenders:
                 self._warm_up(contender)

@@ -232,8 +232,9 @@ def _running(servers: ServersConfig, url: str, key: str | None, timeout_s: float
 
 def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
     """Ask the server at `url` for its models. Returns (name of the model to use, True if it is a paceline server).
-    `key`: API key. `model`: the name to use; None selects the first one that the server lists. Raises the errors of
-    `served_model`."""
+    `key`: API key. `model`: the name to use; None selects the first one that the server lists. Raises DownloadError if
+    the server does not answer, ModelNotFoundError if it does not list `model`, and ConfigError for a wrong key, or if
+    `model` is None and the server lists no model."""
     with contextlib.closing(Client(url, key, timeout_s=30)) as client:
         name, owner = served_model(client, model, "--model")
     return name, owner == OWNER
