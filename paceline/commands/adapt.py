@@ -35,7 +35,9 @@ def adapt_replay(
     """Replay a policy on a virtual clock, without training.
 
     A policy decides every hour whether to act, e.g. to retrain a drafter. The replayed traffic is either synthetic, so
-    that it is known when acceptance really fell, or stored traces.
+    that it is known when acceptance really fell, or stored traces. Prints how often the policy retrained a drafter. For
+    synthetic traffic, also prints how late and how often it found a fall of acceptance, the number of false alarms, and
+    the tokens/s lowered by the cost of trainings.
 
     Examples:
       paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
@@ -85,10 +87,11 @@ def adapt_gate(
 ) -> None:
     """Judge whether a drafter may replace the serving one.
 
-    Compares the acceptance and speed of both drafters on stored requests. Two conditions must hold. First, the new
-    drafter is faster on the classes of similar requests that --cluster names, taken together. Second, it is not much
-    slower on any single class. If only the second condition fails, blends of both drafters' weights are judged too.
-    Exit status 0: passed, 3: not passed, 2: an error.
+    Compares the acceptance and speed of both drafters on stored requests, which are grouped into classes of similar
+    requests. Two conditions must hold. First, the new drafter is faster on the classes that --cluster names, taken
+    together (default: the class with the most requests). Second, it is not much slower on any single class, or on the
+    answers of --ood. If only the second condition fails, blends of both drafters' weights are judged too. With --tag,
+    both are judged only by requests with this tag. Exit status 0: passed, 3: not passed, 2: an error.
 
     Examples:
       paceline adapt gate runs/mine/drafter --traces traces \\

@@ -41,7 +41,8 @@ def evals_make(
 ) -> dict[str, Any]:
     """Make a suite of cases from a store or a file.
 
-    A case is a question whose answer can be scored. For a question from a store, the recorded answer is the right one.
+    A case is a question whose answer can be scored. A store is a folder of recorded prompts and answers, as paceline
+    store add writes it; each recorded answer counts as the right one.
 
     Examples:
       paceline evals make store --scorer json --out suite.jsonl

@@ -321,9 +321,9 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 
 @contextlib.contextmanager
 def named(names: dict[str, str], also: str = r"^\w+(?= means nothing | is .*, but )|") -> Iterator[None]:
-    """Context manager: in messages of PacelineErrors, replaces names of dataclass fields by those of the user's
-    options. `names`: field -> option. A name without an underscore may be an ordinary word; it is replaced only where
-    the regular expression `also` (it ends in "|") matches. Names in file paths are never replaced."""
+    """Context manager that replaces names of dataclass fields by the user's options in messages of PacelineErrors.
+    `names`: field -> option. A name with "_" is replaced everywhere except in file paths; another name, which may be an
+    ordinary word, only where the regular expression `also` matches. `also` ends in "|": another pattern follows it."""
     try:
         yield
     except PacelineError as error:

@@ -28,7 +28,8 @@ def record(
 ) -> dict[str, Any]:
     """Record the traffic of an OpenAI-compatible server.
 
-    Records as a proxy in front of the server, or imports the server's logs. The traces are training data.
+    Runs as a proxy in front of the server, or imports the server's logs. Writes the requests and answers to a folder of
+    traces, from which paceline train can train a drafter.
 
     Examples:
       paceline record --upstream http://localhost:8000 \\

@@ -35,7 +35,8 @@ def store_add(
 ) -> dict[str, Any]:
     """Add traces and answers to a store, without duplicates.
 
-    Each conversation is assigned to one of two sides: training, or evals (held out for evaluation).
+    A store is a folder with a data set of prompts and answers; it is created if it does not exist. Each conversation is
+    assigned to one of two sides: training, or evals (held out for evaluation).
 
     Examples:
       paceline store add store traces --model smollm2-135m
