@@ -39,17 +39,18 @@ class StudentConfig:
     """Initialisation of the student: copies of some of the teacher's layers, or another, smaller model."""
 
     layers: Count | None = None
-    """Number of the teacher's layers to copy, including the first and the last [default: two of five]."""
+    """Number of the teacher's layers to copy, including the first and the last [default: 40% of them]."""
     choice: Literal["influence", "even"] = "influence"
     """Selection of the layers. influence: those that change the hidden states most along the answers; even: evenly
     spaced."""
     keep_layers: tuple[int, ...] = ()
     """Indices of the teacher's layers to copy, counted from 0, as 0,3,5."""
     student: str | None = None
-    """Start from this smaller model of the family instead of the teacher's layers: folder, GGUF file, built-in name,
-    hub id."""
+    """Start from a smaller model of the teacher's family, instead of from the teacher's layers: folder, GGUF file,
+    built-in name, hub id."""
     freeze_embeddings: bool = True
-    """Do not train the embedding (and a head tied to it): faster, and its stored blocks stay the teacher's."""
+    """Do not train the embedding (and a head tied to it). This is faster, and a GGUF file can keep the original
+    quantised embedding unchanged."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -74,10 +75,9 @@ class TeachingConfig:
     """Training of the student: loss, duration, optimiser."""
 
     method: Literal["hard", "soft", "gkd"] = "soft"
-    """hard: the tokens of the teacher's answers (TRL's SFTTrainer). soft: the teacher's top-k log-probabilities,
-    computed once
-    and stored. gkd: its whole distribution, computed at every step (TRL's GKDTrainer), which takes about three times as
-    long."""
+    """Output of the teacher that the student learns to reproduce. hard: the tokens of its answers (TRL's SFTTrainer).
+    soft: its top-k log-probabilities, computed once and stored. gkd: its whole distribution, computed at every step
+    (TRL's GKDTrainer), which takes about three times as long."""
     top_k: Annotated[int, at_least(2)] = 32
     """soft: number of the teacher's top tokens; all others count as one."""
     beta: Share = 0.0
@@ -86,15 +86,16 @@ class TeachingConfig:
     on_policy: Share = 0.0
     """gkd: share of steps that train on answers sampled from the student."""
     minutes: Positive | None = None
-    """Minutes of training, over all resumed parts [default: for the epochs]."""
+    """Minutes of training, over all resumed parts [default: no limit; `epochs` ends the training]."""
     max_steps: Count | None = None
     """Maximum number of steps."""
     epochs: Positive | None = None
-    """Maximum number of epochs [default: 3; with minutes or steps as many as they allow]."""
+    """Maximum number of epochs [default: 3; 100 if `minutes` or `max_steps` is set]."""
     batch_size: Count = 8
     """Answers per step."""
     micro_batch: Count | None = None
-    """Answers per forward pass: less memory, the same step [default: the batch]."""
+    """Answers per forward pass; fewer need less memory, and each step still uses `batch_size` answers [default: the
+    whole batch]."""
     lr: Rate = 1e-3
     """Peak learning rate of AdamW; linear warmup over 5% of the training, then cosine decay to a tenth."""
     weight_decay: Amount = 0.01
@@ -156,7 +157,7 @@ class GateConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class FilesConfig:
-    """Output formats of the student. Raises ConfigError for a format of a file that is not written."""
+    """Output formats of the student. Raises ConfigError if `embedding_format` is set without a GGUF file."""
 
     save_dtype: Annotated[str, ("bfloat16", "float32")] = "bfloat16"
     """Dtype of the Transformers folder."""
@@ -164,8 +165,8 @@ class FilesConfig:
     """Also write a GGUF file with matrices in this format, which the gates then test; needs a teacher in a GGUF file,
     whose tokenizer is copied. q4_1 uses quantisation-aware training. auto: q4_1 for such a teacher, else none."""
     embedding_format: Annotated[str, ("same", "q8_0", "q4_1", "bf16", "f32")] = "same"
-    """Format of the embedding and the head in the GGUF file; same keeps the teacher's stored blocks where they are
-    frozen."""
+    """Format of the embedding and the head in the GGUF file. same: that of the other matrices, but an embedding
+    that was not trained is copied unchanged from the GGUF file from which the student started."""
 
     def __post_init__(self) -> None:
         check(self)

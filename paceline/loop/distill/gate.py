@@ -98,9 +98,8 @@ def agreement(config: GateConfig, inputs: GateInputs) -> Finding:
 def answers(config: GateConfig, inputs: GateInputs) -> Finding:
     """Gate: compares the student's greedy answers with the teacher's answers to the same held-out prompts.
 
-    It has a limit only if at least 90% (MOSTLY) of the teacher's answers are JSON objects. Then at least the share
-    `config.least_fields` of the teacher's fields must have the same value in the student's answers. For other answers
-    every student passes.
+    If at least 90% (MOSTLY) of the teacher's answers are JSON objects, at least the share `config.least_fields` of the
+    teacher's fields must have the same value in the student's answers. Otherwise every student passes.
     """
     documents = few_a_prompt(inputs.documents, 1)[: config.num_answers]
     references = [inputs.llm.tokenizer.decode(each.tokens[each.answer_start :].tolist()) for each in documents]

@@ -119,14 +119,16 @@ def check_layers(config: StudentConfig, teacher: Path) -> None:
 
 
 def gguf_format(files: FilesConfig, config: StudentConfig, teacher: Path) -> str:
-    """Format of the student's GGUF file, with auto resolved; "none" for no file."""
+    """Returns the format of the student's GGUF file; "none" if no such file is written. The setting "auto" gives "q4_1"
+    if the teacher is a GGUF file and the student starts from its layers, otherwise "none"."""
     if files.gguf != "auto":
         return files.gguf
     return "q4_1" if is_gguf(teacher) and not config.student else "none"
 
 
 def check_files(files: FilesConfig, config: StudentConfig, teacher: Path) -> None:
-    """Raises ConfigError if `files` has a format for a GGUF file that is not written."""
+    """Checks that `files.embedding_format`, a format inside the GGUF file, is set only if that file is written. Raises
+    ConfigError otherwise."""
     where = "without a GGUF file, which --gguf auto writes only for a teacher in one, without --student"
     refuse_unused(files, gguf_format(files, config, teacher) != "none", where, "embedding_format")
 
