@@ -58,6 +58,7 @@ class Comparison:
     times_p50: float | None
     """Median seconds per answer of `after`, divided by those of `before`: below 1 is faster."""
     price_ratio: float | None
+    """Price of 1,000 answers of `after`, divided by that of `before`; None if one of the two is unknown or 0."""
     smallest: float
     """Smallest difference of scores that the test detects with probability 0.9, given how much the cases vary."""
 
@@ -166,7 +167,8 @@ class Gate:
     fail_below: Share | None = None
     """Minimum score."""
     surely: bool = False
-    """The low end of the score's 95% interval must also reach it; a single case gives no interval and is rejected."""
+    """Compare the low end of the score's 95% interval with the minimum, instead of the score. A single case gives no
+    interval and is rejected."""
     no_worse_than: Path | None = None
     """Run folder of evals to compare with, case by case."""
     margin: Share | None = None

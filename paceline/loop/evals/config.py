@@ -42,7 +42,8 @@ class MakeConfig:
     sources: tuple[str, ...] = ()
     """A store (its evals split), JSON lines, Parquet, or a data set id."""
     scorer: Annotated[str, KINDS] = "auto"
-    """auto: chosen by the row's content: a number, tests, a JSON answer."""
+    """How answers are scored. auto: code if the row has tests, json if its answer is a JSON object, numeric if its
+    answer is a number."""
     limit: Count | None = None
     """Use at most this many cases."""
     fields: tuple[str, ...] = ()

@@ -60,7 +60,8 @@ class Judge:
 
     def score(self, case: Case, text: str) -> tuple[float, str]:
         """Compares an answer's `text` with the case's reference. Returns (score, reason): 1.0 and "" if the answer is
-        better, 0.5 if neither is, 0.0 if the reference is better. Raises JudgeError as `prefer` does."""
+        better, 0.5 if neither is, 0.0 if the reference is better. Raises JudgeError if the judge is down, gives no
+        verdict, or almost always prefers the answer in the same position."""
         preferred = self.prefer(case.question, text, str(case.scorer["reference"]), case.scorer.get("criteria"))
         return preferred, {1.0: "", 0.5: "no better than the reference", 0.0: "the reference is better"}[preferred]
 

@@ -210,10 +210,10 @@ def filter_calls(job: Job) -> None:
 
 
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
-    """Replaces this process by the answer (the code to test), with limits; as user 65534 if `is_root`. `word`,
-    `result`, `errors`: pipe ends (file descriptors). `errors` becomes the stderr of the answer. When the answer has run
-    to its end, a secret word is copied from `word` to `result`. If it is missing there, the answer exited early and has
-    failed."""
+    """Replaces this process by the answer (the code to test), which runs under the job's limits, as user 65534 if
+    `is_root` is True. `word`, `result`, `errors`: file descriptors of pipes. `errors` becomes the answer's stderr. When
+    the answer has run to its end, a secret word is copied from `word` to `result`. If the word does not arrive there,
+    the answer exited early and has failed."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
