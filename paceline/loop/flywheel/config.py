@@ -36,14 +36,16 @@ class DrafterConfig(Checked):
     of_teacher: bool = True
     """Also train a drafter for the model that serves now, which can be served even if the student is refused."""
     minutes: Positive | None = None
-    """Minutes per drafter, including generating its training answers [default: a quarter of the turn's, unless `loop`
-    has a length]."""
+    """Minutes per drafter, including generating its training answers [default: a quarter of the turn's minutes, or no
+    limit if `loop` sets a number of steps or minutes]."""
     plan: Annotated[str, ("auto", "off")] = "auto"
     """auto: settings not given are chosen for target, data and machine; off: they keep their defaults."""
     features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
-    """Storage of the target's hidden states, the drafter's inputs."""
+    """When the target's hidden states, the drafter's inputs, are computed: on demand (online), once and stored on disk
+    (cached), or ahead of training into a buffer (streamed); auto chooses one."""
     max_len: Annotated[int, at_least(8), at_most(MAX_CONTEXT)] | None = None
-    """Longest document, in tokens [default: 99% fit whole, if memory and context allow]."""
+    """Longest document (prompt plus answer), in tokens [default: long enough for 99% of the documents, if memory and
+    context allow]."""
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
 
@@ -76,7 +78,8 @@ class TurnGates(Checked):
 
 @dataclass(frozen=True, slots=True)
 class FlywheelConfig:
-    """All settings of the flywheel: the top level of flywheel.yaml."""
+    """All settings of the flywheel: the top level of flywheel.yaml. Each iteration (turn) of the flywheel distils the
+    served model (the teacher) into a smaller one (the student), which is then served in its place if it is as good."""
 
     model: str = ""
     """The model that serves now, the first teacher: a built-in name, a folder, a GGUF file, or a hub id."""
@@ -86,13 +89,15 @@ class FlywheelConfig:
     prompts: tuple[str, ...] = ()
     """Prompts that the model answers in turns without recorded answers: JSON lines, Parquet, a folder of traces."""
     out: Path = Path("runs/flywheel")
-    """Folder of the flywheel: turns, ledger, serving.json."""
+    """Folder of the flywheel: a subfolder for each turn, ledger.jsonl (costs and quality of all models), and
+    serving.json (the served model)."""
     layers: tuple[Count, ...] = ()
-    """Number of layers of the students, turn by turn [default, and beyond the last: two of five of the teacher's]."""
+    """Number of layers of the students, turn by turn. Turns without an entry follow `student`, by default 40%
+    of the teacher's layers."""
     minutes: Positive = 60.0
     """Minutes of training per turn: half for the student, a quarter per drafter. Answers, evals and gates are extra."""
     price_per_core_hour: Amount | None = None
-    """Price for the ledger and the dry run, in any currency."""
+    """Price of an hour of one CPU core, in any currency; used in the ledger and the dry run."""
     suite: Path | None = None
     """Suite of evals [default: made of held-out recorded answers]."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -108,7 +113,7 @@ class FlywheelConfig:
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     gates: TurnGates = field(default_factory=TurnGates)
     given: tuple[str, ...] = ()
-    """Names set in the file, as drafter.loop.optim.lr: no plan or default changes them."""
+    """Names of the settings that the file sets, such as drafter.loop.optim.lr. No plan or default changes them."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -29,11 +29,14 @@ class Bench:
     """Longest answer in tokens, unless flywheel.yaml sets sampling.max_tokens."""
     progress: Progress
     suites: dict[str, Path] = field(default_factory=dict)
+    """Name of an eval suite -> its file. "suite" is that of this iteration, "first-suite" that of the first one."""
 
     def scores(self, what: str, model: str, drafter: str = NO_DRAFTER, suite: str = OWN) -> Scores:
         """Runs an eval suite on a model, with or without a drafter; returns the scores. The run folder is evals/<what>.
 
-        `suite`: name of the suite, a key of `suites`. Raises the errors of `paceline.loop.evals.run.evaluate`.
+        `what`: name of the run. `suite`: name of the suite, a key of `suites`. Raises PromptError or ConfigError for an
+        unusable suite or setting, JudgeError, DownloadError or SandboxError if the judge or the sandbox fails, and
+        ModelNotFoundError, ModelFileError or UnsupportedModelError if the model cannot be loaded.
         """
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling

@@ -122,8 +122,10 @@ class TurnPrice:
 
 
 def price(config: FlywheelConfig, *, progress: Progress = SILENT) -> TurnPrice:
-    """Estimates minutes, tokens, disk space and cost of each stage of the current or next iteration (turn). Finished
-    stages cost nothing. Writes no files."""
+    """Estimates minutes, tokens, disk space and cost of each stage of the iteration (turn) that is in progress, or else
+    of the next one. Finished stages cost nothing. Writes no files. Raises ConfigError if the iteration was started with
+    other settings, or there are neither recorded answers nor prompts, and PromptError if no recorded answer is
+    usable."""
     turn = open_turn(config, progress)
     notes: list[str] = []
     material = _material(turn)

@@ -88,7 +88,8 @@ class Turn:
         return replace(self.config.engine, model=self.serving.model, drafter=NO_DRAFTER)
 
     def distilling(self, answers: tuple[Path, ...], teaching: TeachingConfig) -> DistillConfig:
-        """Returns the settings of the student's training on these folders of answers."""
+        """Returns the settings with which the student is distilled from the answers in the folders `answers`.
+        `teaching`: loss, duration and optimiser of its training."""
         config, out = self.config, self.folder / "student"
         student, gate = config.student_of(self.number), config.student_gate
         return DistillConfig(
@@ -275,8 +276,12 @@ def student_evals(turn: Turn) -> StageResult:
 
 
 def student_drafter(turn: Turn) -> StageResult:
-    """Trains a drafter for the student on the student's own answers to the training prompts. Runs the evals and returns
-    the result as `drafter` does."""
+    """Trains a drafter for the student on the student's own answers to the training prompts. Runs the evals with the
+    new drafter; refuses it if it changes a greedy answer or is too slow.
+
+    Keys of the result: "trained" (the new drafter's folder), "drafter" (the same folder if it is accepted, else
+    "none"), "why" (reason of the refusal, or None).
+    """
     model = turn.of("student")["student"]
     config = _training(turn, "student-drafter", model)
     trained = train(replace(config, prompting=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)

@@ -105,8 +105,9 @@ class TurnState:
 
 
 def anew(folder: Path) -> str:
-    """Returns advice on how to begin an iteration (turn) anew. Its store stays, with the list of deleted rows, and its
-    traces, which cannot be recorded again."""
+    """Returns advice for the user, for an error message: which files in the iteration's (turn's) folder to delete to
+    begin the iteration anew. Two subfolders must be kept: the store, because it lists deleted rows, and the traces,
+    because they cannot be recorded again."""
     return f"delete all in {folder} except store and traces to begin the turn anew"
 
 
@@ -124,5 +125,6 @@ def turn_folder(config: FlywheelConfig, number: int) -> Path:
 
 def traces_of(config: FlywheelConfig, number: int) -> Path:
     """Returns the folder with the recorded answers that iteration (turn) `number` starts from. They are recorded while
-    the student of the previous iteration is served, so the first iteration has no such folder."""
+    the student of the previous iteration is served. The first iteration does not use this folder: its answers are named
+    in flywheel.yaml."""
     return turn_folder(config, number) / TRACES
