@@ -13,7 +13,8 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig(Checked):
-    """Settings of a search for a drafter's training settings. A trial is one training."""
+    """Settings of a search for a drafter's training settings. A trial is one training with certain settings. Trial 0 is
+    the planner's choice: the settings that `paceline train` would choose."""
 
     out: Path = Path("runs/search")
     """Run folder; repeat the same command to resume."""
@@ -22,23 +23,28 @@ class SearchConfig(Checked):
     prompting: PromptsConfig = field(default_factory=PromptsConfig)
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     answers: tuple[Path, ...] = ()
-    """Folder of answers from regenerate, or of a server's traces. A trial can leave one out."""
+    """Folders of answers from regenerate, or of a server's traces. A trial may train without one of them."""
     minutes: Positive = 60.0
-    """Minutes of the whole search: answers, trials and the last comparison. A higher number continues a search."""
+    """Minutes of the whole search: answers, trials and the last comparison. Repeat the command with more minutes to
+    continue a finished search."""
     trial_minutes: Positive | None = None
-    """Minutes of training steps of a trial that is never stopped [default: a tenth of the first start's `minutes`]."""
+    """Minutes of training steps of a complete trial, one that is not stopped early [default: a tenth of `minutes`, as
+    given when the search was first started]."""
     rungs: Count = 3
-    """How often a trial is measured: at its end, and when it may be stopped before."""
+    """Number of measurements of a complete trial. The last is at the trial's end; after each earlier one, the trial may
+    be stopped."""
     reduction: Annotated[int, at_least(2)] = 3
-    """One of this many trials continues after a measurement, to this many times the training steps."""
+    """R: after a measurement, only the fastest 1/R of the trials continue. They are measured again after R times as
+    much training."""
     most_trials: Count | None = None
-    """Most trials, the planner's choice included [default: as many as the minutes allow]."""
+    """Maximum number of trials, including trial 0 [default: as many as the minutes allow]."""
     num_prompts: Annotated[int, at_least(6)] = 36
-    """Held-out prompts: a third of them measures the trials, the others judge the winner."""
+    """Number of held-out prompts. The trials are measured on a third of them; on the others, the best trial is compared
+    with trial 0."""
     measured_tokens: Count = 96
     """Longest answer in a measurement, in tokens."""
     repeat: Count = 3
-    """Turns of a measurement; drafters alternate."""
+    """Repetitions of a measurement; the two compared drafters alternate."""
     seed: Whole = 0
     """Seed of the settings that are tried, and of each training."""
 

@@ -59,7 +59,8 @@ class SearchResult:
     settings: str
     """Differences of the chosen training from the planner's choice."""
     is_better: bool
-    """True if the winner's interval lies above the planner's choice; otherwise that is what `drafter` holds."""
+    """True if `interval` lies above 1. Then `drafter` is the best other trial's; otherwise it is that of the planner's
+    choice."""
     ratio: float | None
     """None if no trial but the planner's choice was completed."""
     interval: tuple[float | None, float | None]
@@ -68,8 +69,9 @@ class SearchResult:
 
 
 def search(config: SearchConfig, *, progress: Progress = SILENT) -> SearchResult:
-    """Trains drafters with different settings, measures them on held-out prompts, and chooses one. This is the one with
-    the settings that `paceline train` would plan (the planner's choice), unless another is clearly faster.
+    """Trains drafters with different settings, measures them on held-out prompts, and chooses the fastest one. If it is
+    not clearly faster than the drafter with the planner's choice (the settings that `paceline train` would plan), the
+    latter is chosen instead.
 
     A call with the same `config.out` resumes the search. Raises ConfigError (also if Optuna is missing), PromptError if
     there are too few prompts, CacheError when the disk cannot be written, and ModelNotFoundError, ModelFileError,

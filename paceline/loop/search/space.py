@@ -40,14 +40,16 @@ class Space:
     base: TrainConfig
     """The planner's choice: the settings that `paceline train` plans."""
     choices: dict[str, list[Any]]
+    """Name of a setting -> values to try. The learning rate is not listed: any value from a quarter to four times the
+    planned one may be tried."""
     planned: dict[str, Any]
-    """The planner's choice as a trial."""
+    """The planner's choice in the form of a trial's settings: name -> value, learning rate included."""
 
     @classmethod
     def around(cls, base: TrainConfig, num_target_layers: int) -> Space:
         """Returns the search space around `base`, the training that the planner of `paceline train` chose. If
         `base.answers` has several folders of training data, a trial may leave one of them out. `num_target_layers`:
-        number of the target's layers, the maximum of those that a drafter reads."""
+        number of the target's layers; a drafter reads the hidden states of at most this many of them."""
         choices: dict[str, list[Any]] = {}
         planned = {name: value_of(base, name) for name in CHOICES}
         planned["shape.num_taps"] = planned["shape.num_taps"] or min(5, num_target_layers)

@@ -41,9 +41,10 @@ class Measured:
     settings: str
     """Its differences from the planner's choice."""
     state: str
-    """"complete", "pruned" (stopped at a rung), "running" (killed: goes on with the next start), or "fail"."""
+    """"complete", "pruned" (stopped early because it was slow), "running" (interrupted; resumed when the search is
+    resumed), or "fail"."""
     speedups: tuple[float, ...]
-    """Tokens/s over plain decoding after each rung."""
+    """Speed-up over plain decoding at each measurement so far, in order."""
     reason: str = ""
     """Error of a failed trial."""
 
