@@ -26,8 +26,9 @@ def write_card(
     coverage: Coverage | None,
     done: Synthesized,
 ) -> None:
-    """Writes card.json and README.md, which describe the synthetic answers, to the run folder. `schema` and `coverage`
-    are None for answers without a schema. Raises CacheError if the files cannot be written."""
+    """Writes card.json and README.md, which describe the synthetic answers, to the run folder. `schema`: JSON schema of
+    the answers, `coverage`: counts of the values that they took; both None for answers without a schema. `done`: counts
+    of answers. Raises CacheError if the files cannot be written."""
     sources = [source for source, _ in sources_of(config.prompting.prompts)]
     figures = {
         "what": "synthetic answers",

@@ -21,13 +21,14 @@ class SynthesizeConfig(Checked):
     target: EngineConfig = field(default_factory=EngineConfig)
     prompting: PromptsConfig = field(default_factory=PromptsConfig)
     answering: AnswerConfig = field(default_factory=AnswerConfig)
-    """Form of the answers; without a grammar its tools are called."""
+    """How the target answers: lengths, sampling, and the format (a grammar, or calls of tools)."""
     tool_choice: Literal["required", "auto"] = "required"
     """required: every answer is a tool call; auto: the target chooses, and answers without a call are left out."""
     not_in: tuple[Path, ...] = ()
     """Store of production traces, whose prompts are excluded."""
     ood: tuple[str, ...] = ()
-    """Out-of-domain prompts, named in the card for `paceline train --ood`."""
+    """Sources of out-of-domain prompts for `paceline train --ood`. They are only named in card.json, the description of
+    the data."""
     steered: Share = 0.5
     """Share of the prompts whose answer is forced to take a schema value that is rare so far."""
     max_overlap: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.9

@@ -40,6 +40,7 @@ class Choice:
     offers several schemas (`anyOf`, `oneOf`) instead, and `values` are their indices."""
 
     path: tuple[Step, ...]
+    """Steps from the top of the schema to the place, such as ("properties", "action")."""
     values: tuple[Any, ...]
     is_branch: bool = False
 

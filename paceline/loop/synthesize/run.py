@@ -123,7 +123,7 @@ class Form:
 
     grammar: GrammarSpec | None
     schema: dict[str, Any] | None
-    """Schema of JSON answers; None for other forms."""
+    """Schema of JSON answers, or of tool calls if `tool_choice` is "required"; None for other forms."""
     tool_names: frozenset[str] = frozenset()
     """Names of the tools that answers may call, if `tool_choice` is "auto"."""
 
