@@ -54,8 +54,9 @@ class Answer:
     """One answer of the target: its tokens and text, and the tokens of the prompt that it answers."""
 
     key: str
-    """Identifies a conversation and its sample (source, prompt id, temperature); the same for all its answers."""
+    """Identifies the conversation (source, prompt, temperature, sample number); all its answers have this key."""
     source: str
+    """Name of the prompt's file or data set."""
     turn: int
     """Index of the answer in its conversation, from 0."""
     temperature: float
@@ -65,6 +66,7 @@ class Answer:
     answer_ids: list[int]
     """Tokens of the answer, including the end token if the target generated one."""
     finish_reason: str
+    """Reason why the answer ended: "stop" (complete), "length" (at the token limit), or "unknown"."""
     text: str
     top_ids: list[list[int]] | None = None
     """The target's most probable tokens at each position of the answer, best first; None if they were not requested."""
@@ -89,8 +91,9 @@ def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
 
 
 def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:
-    """Read answers from journal files. Returns (answers of finished conversations, conversation key -> answers so far
-    of each unfinished one). Truncated lines are skipped; conversations that lack an answer are left out."""
+    """Read answers from journals: JSON Lines files of answers that are not yet in Parquet. Returns (answers of finished
+    conversations, conversation key -> answers so far of each unfinished one). Truncated lines are skipped. If an
+    earlier answer of a conversation is missing, its other answers are left out too."""
     turns: dict[str, dict[int, Answer]] = {}
     over: set[str] = set()
     for path in paths:

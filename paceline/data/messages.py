@@ -192,8 +192,8 @@ def _finite(digits: str) -> float:
 
 
 def normalised_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return tools in the form in which prompts show them: the keys of each function in a fixed order, without null
-    values. Raises MessageError unless each tool has a function with a name."""
+    """Return tools in normal form, as prompts show them: each function's keys are in a fixed order, and null values are
+    left out. Raises MessageError unless each tool has a function with a name."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]

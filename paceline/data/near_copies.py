@@ -54,9 +54,9 @@ def bands(threshold: float) -> tuple[int, int]:
 
 
 class Near:
-    """Index of texts that finds near-duplicates of a text. Texts are near-duplicates if the Jaccard similarity of their
-    shingles (shared ones over all) is above `overlap`; with `overlap` 1 or more, none are. Texts are given as shingle
-    hashes (`pieces_of`). `common`: shingle hashes to ignore (`common_pieces`)."""
+    """Index of texts that finds near-duplicates of a text. Two texts are near-duplicates if the Jaccard similarity of
+    their shingles (number of shared shingles over number of all) is above `overlap`, which cannot be if `overlap` is 1
+    or more. Texts are given as shingle hashes (`pieces_of`). `common`: shingle hashes to ignore (`common_pieces`)."""
 
     def __init__(self, overlap: float, common: np.ndarray) -> None:
         with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[evals]'"):

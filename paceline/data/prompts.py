@@ -77,9 +77,11 @@ class Prompt:
 
     id: str
     messages: list[Message]
-    """Messages before the model's first answer: an optional system message, and the first user turn."""
+    """Messages before the model's first answer: usually an optional system message and the first user message. In a
+    conversation with tool calls, all messages up to the last one that is not the assistant's."""
     turns: tuple[str, ...]
-    """Texts of all user turns. Those after the first are sent after the model's own answers."""
+    """Texts of all user messages; the second is sent after the model's first answer, and so on. In a conversation with
+    tool calls, only the last user message, which `messages` includes."""
     source: str
     """Name of the file or data set."""
     token_ids: tuple[int, ...] = ()
@@ -87,7 +89,7 @@ class Prompt:
     tools: tuple[Row, ...] = ()
     """Tools that the model may call, as in the API."""
     grammar: GrammarSpec | None = None
-    """Grammar of the answer; None for the caller's grammar, if any."""
+    """Grammar that the answer must match; None if the prompt has no grammar of its own."""
     variables: tuple[tuple[str, Any], ...] = ()
     """Chat-template variables of this row, e.g. (("enable_thinking", False),)."""
     where: str = field(default="", repr=False, compare=False)
@@ -120,7 +122,7 @@ def read_prompts(
       neither read nor known metadata. If None, an invalid row raises PromptError, and ignored keys are logged as a
       warning.
     - `strict`: with or without `dropped`, an invalid row or an ignored key raises PromptError.
-    - `tags`: use only rows with one of these tags, which traces and stores have; empty: all rows.
+    - `tags`: use only rows with one of these values in the column `tag` of a Parquet file; empty: all rows.
 
     Raises PromptError if there are no prompts, ConfigError if one of `tags` occurs in no row."""
     if limit is not None and limit < 1:
@@ -248,7 +250,8 @@ def _traced(token_ids: Any, where: str, source: str) -> Prompt:
 
 
 def digest(token_ids: Iterable[int]) -> str:
-    """Return a hash of a prompt's token ids. It is the part of a trace's key that identifies the prompt."""
+    """Return a hash of a prompt's token ids, in hexadecimal. In a server's traces (recorded requests), it is the part
+    of a row's key that identifies the prompt."""
     return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=8).hexdigest()
 
 
