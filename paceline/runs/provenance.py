@@ -27,7 +27,7 @@ def versions() -> Mapping[str, str]:
 
 def commit() -> str | None:
     """Returns the commit of paceline's git checkout, "+" added if there are uncommitted changes; None outside a
-    checkout."""
+    checkout, or if git fails."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

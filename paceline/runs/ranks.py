@@ -17,7 +17,8 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """Return this process's ranks from torchrun's environment variables; without torchrun, the only process."""
+        """Return this process's ranks from torchrun's environment variables. Without torchrun, there is one process
+        with rank 0."""
         defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
         return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
 
