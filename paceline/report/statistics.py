@@ -145,8 +145,8 @@ class Rounds:
 
 
 def shares(histogram: Sequence[int]) -> list[float]:
-    """Return the shares of rounds with exactly 0, 1, 2, ... accepted drafts; [] without a round. `histogram`: numbers
-    of these rounds."""
+    """Return the shares of rounds with exactly 0, 1, 2, ... accepted drafts; [] without a round. `histogram`: entry n
+    is the number of rounds with n accepted drafts."""
     num_rounds = sum(histogram)
     return [rounds / num_rounds for rounds in histogram] if num_rounds else []
 

@@ -58,7 +58,7 @@ class Table:
     title: str = ""
     notes: Sequence[str] = ()
     width: int = 160
-    """Minimum width of a terminal, in characters, for uncut cells (see `Column.cut`)."""
+    """Terminal width, in characters, from which no cell is cut at `Column.cut`."""
 
     def texts(self) -> list[list[str]]:
         """Return the cells of every row as text."""
