@@ -104,7 +104,7 @@ class PromptsConfig(Checked):
     """Settings that select the prompts for the target to answer: their sources, and which rows of them."""
 
     prompts: tuple[str, ...] = ()
-    """JSON lines, Parquet, folder of traces or data set id, optionally with a weight (a.jsonl=2)."""
+    """JSON lines or Parquet file, folder of traces, or data set id; optionally with a weight (a.jsonl=2)."""
     limit: int | None = None
     """Use only the first prompts of each source, at most this many."""
     strict: bool = False
@@ -112,10 +112,10 @@ class PromptsConfig(Checked):
     self_written: Whole = 0
     """Also answer this many prompts that the target writes itself."""
     tags: tuple[str, ...] = ()
-    """Read only the rows with this tag (x-paceline-tag) in --prompts and --answers: traces, or a store."""
+    """Use only rows of --prompts and --answers with this value in the column tag (the request's x-paceline-tag)."""
     openers: Path | None = None
-    """Text file of beginnings of self-written prompts, one per line; in synthesize, {name} becomes that property's
-    value."""
+    """Text file of beginnings of self-written prompts, one per line. In synthesize, {order_id} in a line is replaced by
+    a random value of the property order_id in the answers' schema."""
 
     @property
     def num_self_written(self) -> int:
@@ -138,7 +138,7 @@ class RemoteConfig:
     served_name: str | None = None
     """Model name on the server [default: the first one that the server lists]."""
     at_once: Count = 32
-    """Most concurrent requests."""
+    """Maximum number of concurrent requests."""
     patience_minutes: Positive = 15.0
     """Give up after this many minutes without any response from the server; finished work is kept."""
     ray: str | None = None
@@ -192,14 +192,14 @@ class LossConfig:
     name: Annotated[str, LOSSES] = "d-pace"
     """Loss function over the draft positions."""
     gamma: Positive | None = None
-    """Decay of ce and kl over draft positions [default: by block size, 4 for 8, 5 for 10, 7 for 16; mtp: 0.6 per
-    position]."""
+    """Draft position k has the weight exp(-(k - 1) / gamma) in all losses but d-pace; not for eagle3 [default: by block
+    size, 4 for 8, 5 for 10, 7 for 16; mtp: 0.6 per position]."""
     alpha: Share = 0.5
     """Lower bound of d-pace's confidence: 0 uses the drafter's own confidence, 1 ignores it."""
     selector: Positive = 1.0
     """Weight of the selector's loss (dflash2)."""
     vocab: SomeTokens | None = None
-    """Tokens that ce and d-pace compare with in a step, 0 for all. Fewer are faster and noisier."""
+    """Tokens over which ce and d-pace compute probabilities in a step; 0 for all. Fewer are faster and noisier."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -228,22 +228,22 @@ class OptimConfig(Checked):
 @dataclass(frozen=True, slots=True)
 class LoopConfig(Checked):
     """Settings of the training loop. A resumed run must repeat them, except those for the length of the run, memory
-    use, saving and logging (`checkpoint.FREE_TO_CHANGE`)."""
+    use, checkpoints and evaluations (`checkpoint.FREE_TO_CHANGE`)."""
 
     epochs: Positive = 6.0
-    """Passes over the documents, each with new anchors."""
+    """Passes over the documents, each with new anchors (positions after which a block is drafted)."""
     max_steps: Count | None = None
     """Stop after this many steps, instead of after `epochs`."""
     max_minutes: Positive | None = None
-    """Stop after this many minutes, with evaluations. The learning rate decays by steps or time, whichever is first."""
+    """Stop after this many minutes, with evaluations. The learning rate decays by the nearer limit, time or steps."""
     blocks_per_step: Count = 512
-    """Blocks per optimiser step."""
+    """Blocks (each an anchor and its draft positions) per optimiser step."""
     anchors: Count = 64
-    """Blocks per document and epoch, at random positions. The paper uses 512 per 3,072 tokens."""
+    """Blocks per document and epoch, at random positions. The DFlash paper uses 512 per 3,072 tokens."""
     blocks_per_pack: Count = 128
-    """Blocks computed in one pass; a step adds up its packs."""
+    """Maximum blocks in one forward and backward pass; a step adds up the gradients of its passes."""
     tokens_per_pack: Annotated[int, at_least(16)] | None = 4096
-    """Context and draft positions computed in one pass; a longer document is split, each part with its full context."""
+    """Maximum context and draft positions in one pass. A longer document is split; each part has its full context."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     autocast: bool = True
@@ -259,7 +259,7 @@ class LoopConfig(Checked):
     checkpoint_minutes: float = 5.0
     """Minutes between checkpoints."""
     keep: Annotated[str, ("last", "best")] = "last"
-    """Weights that become the drafter: the last, or those that served held-out prompts best."""
+    """Weights that become the drafter: the last, or those with the best acceptance length on held-out prompts."""
     keep_last: Count = 1
     """Number of checkpoints to retain."""
     serve_share: Share = 0.05
@@ -268,12 +268,12 @@ class LoopConfig(Checked):
     """Share of the run after which a selector is trained too (dflash2); body and convolutions are trained from the
     start."""
     selector_share: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.25
-    """Share of a step's blocks that train the selector, others in every step (dflash2): fewer are faster and
+    """Share of a step's blocks that train the selector, drawn anew in every step (dflash2); fewer are faster and
     noisier."""
     learn: Annotated[str, ("all", "last-layer", "low-rank")] = "all"
-    """Weights of the drafter of --init that change: all, its last layer and final norm, or low-rank differences."""
+    """Weights of the drafter of --init to train: all, its last layer and final norm, or low-rank additions (LoRA)."""
     rank: Count = 8
-    """Rank of the differences of low-rank."""
+    """Rank of the matrices that --learn low-rank adds."""
     parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
     """With several processes (torchrun): each holds the whole network (replicated), or a part of it (sharded,
     FSDP2)."""
@@ -291,32 +291,32 @@ class DrafterShape(Checked):
     num_heads: Count | None = None
     """Query heads of a draft layer [default: the target's]. Copied layers retain the first ones."""
     num_kv_heads: Count | None = None
-    """Key and value heads of a draft layer [default: as many queries for each as the target has]."""
+    """Key and value heads of a draft layer [default: each serves as many query heads as in the target]."""
     block_size: Annotated[int, within("between 2 and 1024", least=2, most=1024)] = 8
     """Block size in tokens: the anchor and the draft tokens [default with --init: that drafter's]."""
     num_taps: Count | None = None
-    """Number of target layers whose hidden states the drafter reads [default: 5, or as many as layers]."""
+    """Number of target layers whose hidden states the drafter reads [default: 5, or num_layers if larger]."""
     tap_layers: tuple[Whole, ...] | None = None
     """Indices of the target layers to read, comma-separated, 0-based."""
     start: Literal["random", "copied", "target"] = "random"
-    """Initial layers: random, or copies of the target's (copied or target). mtp: the target's own layer, or a copy of
-    its last layer if it has no mtp layer."""
+    """Initial layers: random, or copies of the target's (copied; target is a synonym). mtp: random is the target's own
+    mtp layer; copied, for a target without one, is a copy of its last layer of full attention."""
     attention_bias: bool | None = None
     """Whether the attention has biases [default: copied layers have them if the target does]."""
     is_causal: bool | None = None
-    """Whether draft positions attend only to earlier draft positions. Without, the format decides: they attend both
-    ways."""
+    """Whether draft positions attend only to earlier draft positions, or also to later ones [default: also to later
+    ones; with --init: as that drafter]."""
     sliding_window: Count | None = None
-    """Positions that draft layers attend to [default: all; with --init: as that drafter]."""
+    """Sliding window of the draft layers' attention, in positions [default: none; with --init: as that drafter]."""
     mask_token_id: Whole | None = None
-    """Token id that marks a position to be drafted [default: the last]."""
+    """Token id that marks a position to be drafted [default: the last one of the vocabulary]."""
     draft_vocab: SomeTokens | None = None
-    """Draft only the most frequent tokens, this many; 0 for all."""
+    """Draft only this many tokens of the vocabulary, the most frequent ones; 0 for all."""
     kind: Annotated[str, ("dflash", "dflash2", "dspark", "eagle3", "mtp")] = "dflash"
     """Drafting method. dflash2 adds convolutions and a selector to a new drafter or to that of --init, dspark a Markov
     head and a confidence head; eagle3 is EAGLE-3; mtp trains the target's own multi-token-prediction layer."""
     ttt_steps: Annotated[int, within("between 1 and 1023", least=1, most=1023)] = 3
-    """Drafts per block that an eagle3 or mtp drafter learns, one after another; its blocks are these and the anchor."""
+    """Draft tokens per block of eagle3 and mtp, which draft one after another; block_size is 1 more (the anchor)."""
     eagle_version: Annotated[str, ("3.1", "3")] = "3.1"
     """Version of a new eagle3 drafter: 3.1 also norms each layer's features and the state passed to the next step."""
     selector_rank: Count = 64
@@ -357,7 +357,7 @@ class TrainConfig(Checked):
     heldout: tuple[str, ...] = ()
     """Prompts for evaluation, instead of a share of the others."""
     heldout_share: Share = 0.02
-    """Share of the prompts that is held out, at least 16 prompts."""
+    """Share of the prompts that is held out, at least 16 and at most 128 prompts."""
     max_len: Annotated[int, at_least(2), bounds.at_most(bounds.MAX_CONTEXT)] | None = None
     """Longest document (prompt and answer), in tokens [default: 99% fit whole, if memory and context allow]."""
     minutes: Positive | None = None
@@ -380,8 +380,8 @@ class TrainConfig(Checked):
     stream_buffer: Annotated[int, "bytes"] = 256 * 2**20
     """Size of the buffer for streamed hidden states, in bytes."""
     step_timeout_minutes: Positive = 30.0
-    """Minutes that one of several processes waits for the others within a step; between stages, as long as they are
-    alive."""
+    """Minutes that one of several processes waits for the others within a step. Between stages it waits without a limit
+    while they are alive."""
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     shape: DrafterShape = field(default_factory=DrafterShape)

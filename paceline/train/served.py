@@ -65,7 +65,8 @@ class HeldoutFigures(Rounds):
     num_prompts: int
     num_tokens: int
     texts: tuple[str, ...]
-    """The first few answers, for people to read: repetitive text is easy to draft."""
+    """Texts of the first few answers. A reader can check that they are not repetitive, since such text is easy to draft
+    and raises the acceptance length."""
     prompts: tuple[str, ...] = ()
     """The prompts of `texts`, as the model reads them."""
 

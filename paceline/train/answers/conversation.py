@@ -57,14 +57,16 @@ class Regenerated:
     num_found: int = 0
     """Number of conversations that an earlier run had finished."""
     num_too_long: int = 0
+    """Conversations that were left out because the prompt has more than `max_prompt_tokens` tokens."""
     num_tokens_too_long: int = 0
     """Length of the longest prompt that was left out, in tokens."""
     refused: Dropped = field(default_factory=Dropped)
     """Counts of conversations that the target cannot answer, by reason."""
     num_cut_short: int = 0
-    """Conversations that ended early: an answer was incomplete, or the next prompt was too long or refused."""
+    """Conversations that ended early: an answer was incomplete or left out, or the next prompt was too long or
+    refused."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Reason -> number of a remote server's answers that were left out because their tokens are unknown."""
+    """Reason -> number of a remote server's answers that were left out, such as those with unknown tokens."""
 
 
 class ShardBuffer:
@@ -103,7 +105,7 @@ def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str
 
 
 def key_of(prompt: Prompt, temperature: float, sample: int = 0) -> str:
-    """Returns a conversation's unique key, SOURCE/ID#HASH@TEMPERATURE. HASH is a hash of the prompt's text, which
+    """Returns a conversation's unique key, SOURCE/ID#HASH@TEMPERATURE. HASH is a hash of the prompt's content, which
     distinguishes prompts with the same id. `sample`: number of the answer among those to this prompt at this
     temperature; if it is above 0, the key ends with ~SAMPLE."""
     before = prompt.messages[:-1]

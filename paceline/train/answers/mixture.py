@@ -33,7 +33,8 @@ class Mixture:
 
     prompts: list[Prompt] = field(default_factory=list)
     traced: list[Path] = field(default_factory=list)
-    """Sources with prompts as token ids. Their answers show whether the ids are of the target's tokenizer."""
+    """Sources that store prompts as token ids, with answers. Decoding these answers shows whether the ids are those of
+    the target's tokenizer."""
     dropped: Dropped = field(default_factory=Dropped)
 
 
@@ -58,9 +59,10 @@ def _source_of(text: str) -> Source:
 
 
 def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -> Mixture:
-    """Reads the prompts of all sources in `config.prompts`, and mixes them in proportion to the sources' weights. If a
-    source has more prompts than its weight allows, a random selection is used, the same for the same `seed`. `say`,
-    given by the caller, gets a line of text for each source with unusable rows or unused prompts. Raises:
+    """Reads the prompts of all sources in `config.prompts`. Without weights, all prompts are used. If a source has a
+    weight, prompts are mixed in proportion to the weights; a source without one has the weight 1. If a source has more
+    prompts than its weight allows, a random selection is used, the same for the same `seed`. `say`, given by the
+    caller, gets a line of text for each source with unusable rows or unused prompts. Raises:
     - PromptError for an unreadable or empty source, for a weight so small that a source has no prompt in the mixture,
       and with `config.strict` for an unusable row;
     - ConfigError for an invalid weight, or a tag of `config.tags` that no row of a source has."""
@@ -95,8 +97,9 @@ def others_of(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
 
 def check_begun(config: TrainConfig) -> None:
     """Checks that `config` can begin or resume the run in `config.out`. Raises ConfigError in these cases:
-    - the run began with another target, `init`, `max_len` or `config.prompting.tags`;
-    - one of these tags does not occur in a source of prompts."""
+    - the run has a checkpoint, and began with another target, `init` or `max_len`;
+    - it began with other tags (`config.prompting.tags`);
+    - one of the tags does not occur in a source of prompts."""
     from paceline.train.answers.run_identity import check_same_training  # imports PyTorch, which plans do without
 
     check_same_training(config)

@@ -70,9 +70,11 @@ class Prepared:
     prompts: list[Prompt]
     """This process's share of the prompts, including those that the target wrote."""
     written: SelfWritten
+    """Prompts that the target wrote for this process."""
     folder: RunFolder
     ranks: Ranks
     bars: Progress
+    """Receiver of progress reports; shows them only in the first process."""
     dropped: Dropped
     """Rows of the prompt sources that were left out."""
 
@@ -139,8 +141,8 @@ def prepared(
 
 def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
     """Returns the target's engine settings for generating answers: without a drafter, and with a cache that has room
-    for the longest allowed prompt and answer. If `ranks` has several processes, each gets a GPU and a number of threads
-    of its own."""
+    for the longest allowed prompt and answer. If `ranks` has several processes, each uses the GPU of its local rank,
+    and one CPU thread unless `config.target.threads` is set. Raises ConfigError for lengths above `MAX_CONTEXT`."""
     target, answering = config.target, config.answering
     longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN if config.prompting.num_self_written else 0)
     max_len = -(-(answering.max_prompt_tokens + longest) // 16) * 16

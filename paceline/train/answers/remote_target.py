@@ -74,8 +74,8 @@ class RemoteLLM(TokenizerOnly):
 def remote_target_of(config: RegenerateConfig) -> TokenizerOnly | None:
     """Returns the object that replaces the LLM: a RemoteLLM if a server runs the target, a TokenizerOnly if a Ray
     cluster does, None if this machine does. Raises:
-    - ConfigError for an invalid address, for a grammar or `top_k` with a server, or for prompts written by the target
-      with Ray;
+    - ConfigError for an invalid address, for a grammar, `top_k` or `max_batch` with a server, or for prompts written by
+      the target with Ray;
     - DownloadError if the server or the tokenizer's files cannot be reached;
     - ModelNotFoundError or ModelFileError for a missing or damaged tokenizer."""
     where = config.remote
@@ -165,8 +165,8 @@ class RemoteEngine:
 
     def step(self) -> list[Chunk]:
         """Waits until the server has answered a request. Returns one chunk, with the whole answer, for each request
-        answered since the last call, except aborted ones. `chunk.sequence.error` is set if the request failed or the
-        answer's token ids are unknown."""
+        answered since the last call, except aborted ones. `chunk.sequence.error` is the error of a failed request, or a
+        LostAnswer for an answer that cannot be used; otherwise None."""
         chunks = [self._done.get()]
         while not self._done.empty():
             chunks.append(self._done.get())
@@ -230,8 +230,8 @@ class RemoteEngine:
 def read_answer(response: Any, seq: Sequence, tokenizer: Tokenizer) -> tuple[list[int], str, Any]:
     """Reads `response`, the JSON object that a server returned for the request `seq`. Returns (token ids, text, finish
     reason: "stop" or "length"). Without token ids in the response, `tokenizer` encodes the text. Raises LostAnswer for
-    a malformed response, if the answer's token ids are uncertain, if it ended for another reason, or if the server
-    answered another prompt than that of `seq`."""
+    a malformed response, if the answer's token ids are uncertain, if the answer ended for another reason, or if the
+    server answered another prompt than that of `seq`."""
     try:
         (choice,) = response["choices"]
         message = choice.get("message") or {}

@@ -46,10 +46,10 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
 
 
 def check_same_training(config: TrainConfig) -> None:
-    """Checks that the run in `config.out` can be resumed with `config`. Raises ConfigError if it began with another
-    target, `init` (drafter to continue) or `max_len`. Only settings that the run has stored are compared; a `max_len`
-    of None fits any. Before the first checkpoint these settings may change, except for an adapter (fine-tuned weights
-    on a base model)."""
+    """Checks that the run in `config.out` can be resumed with `config`. Raises ConfigError if the run has a checkpoint
+    and began with another target, `init` (drafter to continue) or `max_len`. Only settings that the run has stored are
+    compared; a `max_len` of None fits any. Before the first checkpoint these settings may change, but not from or to a
+    target that is an adapter (fine-tuned weights on a base model)."""
     file, has_steps = config.out / "config.json", any((config.out / "checkpoints").glob("step-*"))
     stored = read_json(file) if file.is_file() else {}
     now = {"init": config.init, "max_len": stored.get("max_len") if config.max_len is None else config.max_len}

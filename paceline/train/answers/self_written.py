@@ -50,7 +50,8 @@ class UserTurn:
     """The rendered text before the user's message."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Special token that ends the user's text; if it is ordinary text, `stop` has it."""
+    """Special token with which the template ends the message, at most one. A template may end it with ordinary text
+    instead, which is then in `stop`."""
 
 
 class PromptWriter:

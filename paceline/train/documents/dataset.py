@@ -42,7 +42,7 @@ class Document:
     key: str
     tokens: NDArray[np.int32]
     answer_start: int
-    """First position of the answer, which is the first possible anchor."""
+    """First position of the answer; also the first possible anchor (position after which a block is drafted)."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -65,9 +65,11 @@ class Corpus:
     train: Sequence[Document]
     heldout: list[Document]
     num_too_short: int = 0
+    """Answers left out because they have fewer than two tokens."""
     num_prompt_too_long: int = 0
-    """Answers whose prompt alone has the maximum document length."""
+    """Answers left out because the prompt leaves fewer than two tokens of the maximum document length."""
     num_loops_cut: int = 0
+    """Answers truncated at an endless repetition."""
     num_cut: int = 0
     """Answers truncated at the maximum document length."""
     num_repeated: int = 0
@@ -288,8 +290,8 @@ def epoch_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Draws up to `number` different anchors in a document's answer; returns them in ascending order. An anchor is a
-    position after which a block is drafted. The draw depends on `seed` and `epoch`: every epoch trains on other
-    positions (DFlash, section 4.2)."""
+    position after which a block is drafted. The draw depends on `seed` and `epoch`, so that epochs train on different
+    positions (DFlash, section 4.2). If an answer has at most `number` possible anchors, returns all of them."""
     every = np.arange(document.answer_start, len(document) - 1)
     if len(every) <= number:
         return every

@@ -58,7 +58,7 @@ OWN_HEAD = (
 
 def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
     """Returns the contents of config.json of a new DFlash drafter for this target. Sizes that are not set in `shape`
-    are the target's."""
+    are the target's or, for a model that Transformers runs, derived from its hidden size."""
     decoder = getattr(target, "config", None)
     keys: dict[str, Any] = {}
     has_bias = shape.attention_bias
@@ -235,8 +235,8 @@ def network_for(
     - `init`: folder of the drafter to continue; None for a new drafter with the sizes in `shape`.
     - `target_name`: model whose layers a new drafter copies, if `shape.is_copied`.
     - `block_size`, `window` (positions that draft layers attend to): new values for the drafter in `init`; None to keep
-      its own. A drafter whose windows alone are causal gets the new window in these layers only. Without `init` they
-      have no effect.
+      its own. The window becomes that of all layers. If only some layers are causal, these are the ones with a sliding
+      window, and only their window changes. Without `init` both have no effect.
 
     Raises DrafterMismatchError if `init` belongs to another target, ConfigError if it cannot be trained."""
     if init is not None:

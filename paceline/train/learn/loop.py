@@ -179,8 +179,8 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Writes a checkpoint. Every process must call it; the first one writes. Raises CacheError for disk errors; the
-        previous checkpoint is retained."""
+        """Writes a checkpoint, except before the first step. Every process must call it; the first one writes. Raises
+        CacheError for disk errors; the previous checkpoint is retained."""
         if not self.state.step:
             return
         # Every process must call these; only the first one gets the tensors.

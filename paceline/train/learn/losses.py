@@ -62,7 +62,8 @@ class Head:
     columns: Tensor | None = None
     """Token ids of the rows of `weight_VD`, ascending; None if they are the whole vocabulary."""
     offset_V: Tensor | None = None
-    """Added to the logits: log of the number of unsampled tokens that each sampled token represents."""
+    """Added to the logits if the loss uses only a part of the vocabulary: for a randomly sampled token, the log of the
+    number of tokens that it represents; 0 for other tokens."""
     target: EndScales = PLAIN_ENDS
     """Scale and cap of the target's own logits."""
 
@@ -107,7 +108,7 @@ class SlotMetrics:
 
     @property
     def sums_4K(self) -> Tensor:
-        """Numbers of blocks, [4, K], for each of the K slots (draft positions).
+        """For each of the K slots (draft positions), the numbers of blocks in which these conditions hold, [4, K]:
         - (1) The slot is inside the document.
         - (2) The target's token is the drafter's most probable one.
         - (3) The target's token is one of the drafter's 16 most probable ones.
@@ -122,7 +123,8 @@ class SlotMetrics:
 
     @property
     def selector_4K(self) -> Tensor:
-        """Numbers of blocks whose candidates a selector has scored, [4, K], for each of the K slots (draft positions).
+        """Counts of the blocks whose candidates a selector has scored: for each of the K slots (draft positions), the
+        numbers of these blocks in which the following conditions hold, [4, K].
         - (1) The slot is inside the document.
         - (2) At this and all earlier slots, the most probable candidate is the target's token.
         - (3) At this slot, the selector chooses the target's token.
@@ -355,7 +357,7 @@ class LossVocabulary:
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
         """Returns an LM head that has rows only for the tokens of one step's loss, among them all `labels` (token ids).
-        The logits of sampled tokens are increased, since each represents several tokens that were not sampled.
+        The logits of randomly sampled tokens are increased, since each represents several tokens without a row.
         `generator`: draws the sample. `scale`: factor on the logits; `cap`: their soft cap, 0 for no cap."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]

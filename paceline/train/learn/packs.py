@@ -121,10 +121,11 @@ class PackBudget:
     """The largest number of blocks and of positions in one pack (batch of training blocks)."""
 
     blocks: int
-    """Most blocks in a pack; a pack of a single document may have more."""
+    """Maximum number of blocks in a pack; a pack of a single document may have more."""
     tokens: int | None = None
-    """Most context and draft positions in a pack; None for no limit. A longer document is split into several packs.
-    Each has fewer blocks, the full context, and at most as many (query, key) pairs as a pack of this size."""
+    """Maximum number of context and draft positions in a pack; None for no limit. A document with more positions is
+    split into parts; each has some of its blocks, with their full context. One part alone may exceed the limit if it
+    has at most as many (query, context key) pairs as a pack of `tokens` positions can have, or only one block."""
     block_size: int = 1
     window: int | None = None
     """Largest sliding window of the network's layers, in positions; None if a layer attends to all."""
@@ -227,8 +228,9 @@ class DFlashTrainable(Trainable):
         return self.hidden_of(tokens_AB, pack, embedding_VD, is_autocast)
 
     def hidden_of(self, tokens_AB: Tensor, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Computes the same as `hidden`, but for other input tokens than [anchor, MASK, MASK, ...]. tokens_AB [A, B]:
-        token ids of A blocks of B = block_size positions."""
+        """Returns the hidden states of the draft positions, [A * K, D], as `hidden` does, but for the input tokens
+        tokens_AB instead of [anchor, MASK, MASK, ...]. tokens_AB [A, B]: token ids of A blocks of B = block_size = K +
+        1 positions."""
         config = self._config
         embedded_TD = F.embedding(tokens_AB.flatten(), embedding_VD).float() * config.input_embedding_scale
         dtype = torch.bfloat16 if is_autocast else torch.float32

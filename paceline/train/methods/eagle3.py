@@ -91,8 +91,9 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
     """Prepares an EAGLE-3 network for training on features of similar magnitude. Returns the scale [F] by which the
     caller must multiply features: all ones if the network itself norms features before `fc` (their projection),
-    otherwise scale_F. In a new drafter (`is_new`), it also initialises weights: of these norms by scale_F, and of `fc`
-    so that the mean input gives the output zero. scale_F, mean_F [F]: results of `measure_scale`."""
+    otherwise scale_F. In a new drafter (`is_new`), it also initialises the weights of these norms, proportional to
+    scale_F, and those of `fc`, whose output for the mean input becomes zero. scale_F, mean_F [F]: results of
+    `measure_scale`."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)
@@ -199,7 +200,7 @@ def chain_hidden(
     embed: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Runs all steps of a pack of blocks that are drafted token by token. Returns the hidden states that the LM head
-    reads, [A * K, D] (A blocks, K drafts each). A step reads the text's own token, not the drafter's.
+    reads, [A * K, D] (A blocks, K drafts each). The input token of a step is the text's, not the drafter's own draft.
     - `network`: the drafter, for one step: (token embeddings, hidden states of the step before, attention) -> (hidden
       states for the next step, hidden states for the LM head).
     - `attend`: the attention of this pack.

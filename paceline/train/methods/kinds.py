@@ -53,14 +53,15 @@ class InitialDrafter:
     taps: tuple[int, ...]
     """Target layers whose hidden states the drafter reads."""
     embedding_VD: Tensor
-    """Embeds the target's tokens in blocks: the target's matrix, or the drafter's own."""
+    """Embedding matrix for the input tokens of blocks, [V, D]: the target's, or the drafter's own."""
     head: Head
     """Head for the training losses."""
     drafting_head: Head
     """Head for drafting and for held-out documents: only the draft vocabulary, if the drafter has one."""
     is_new: bool
-    """True if its weights are initialised here: no --init, and no layer of the target's own."""
+    """True if the drafter was not trained before: its weights are random, or copies of the target's layers."""
     is_copied: bool
+    """True if the layers of a new drafter are copies of the target's."""
 
     @property
     def first_norm(self) -> FirstNorm | None:

@@ -45,7 +45,7 @@ Interval = tuple[float, float]
 @dataclass(frozen=True, slots=True)
 class Step:
     """Prediction for a drafter trained on `answers` answers: its acceptance length and speed, and the hours and cost of
-    the training."""
+    the training. Cost, savings and days until they pay for the training are None without a price per hour."""
 
     answers: int
     tokens_per_round: float
@@ -69,7 +69,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The recommendation whether to train a drafter for a server, and the predictions on which it is based."""
+    """The recommendation whether to train a drafter for a server, with its reasons (`sentences`). It is based on the
+    predictions for several numbers of answers (`steps`), of which `chosen` decides the verdict."""
 
     verdict: str
     """The decision: train, collect (more answers first), or no."""
@@ -88,7 +89,7 @@ class Advice:
     limits: list[str] = field(default_factory=list)
     """Sentences about what the predicted times leave out."""
     customers: list[Customer] = field(default_factory=list)
-    """By tag, those that save most time first; empty if the traces do not carry several tags."""
+    """One for each x-paceline-tag, those that save most time first; empty if the traces have fewer than two tags."""
     deserving: str = ""
     """Sentence that names the customers who deserve a drafter of their own, by `RULE`; empty without customers."""
     is_ceiling: bool = False

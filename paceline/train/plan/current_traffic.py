@@ -30,13 +30,17 @@ class Seen:
     source: str = ""
     """Description of the measurements; empty without measurements."""
     acceptance: Acceptance | None = None
-    """None if nothing was drafted."""
+    """Acceptance by draft position; None if nothing, or too little, was drafted."""
     tokens_per_round: float = 1.0
+    """Acceptance length."""
     answers: int | None = None
+    """Number of answers with known tokens."""
     answer_tokens: float | None = None
+    """Mean tokens per answer."""
     streams: int | None = None
+    """Concurrent requests."""
     num_drafted: int = 0
-    """Most drafts of a round; 0 without drafts."""
+    """Maximum number of drafts in a round; 0 without drafts."""
     drafter: str = ""
     """Method or name of the drafter of all rounds with drafts; empty if the traces name none or several."""
     by_tag: dict[str, Seen] = field(default_factory=dict)

@@ -24,7 +24,7 @@ class Customer:
     tag: str
     answers: int
     traffic: float
-    """Share of all generated tokens."""
+    """This customer's share of all generated tokens."""
     tokens_per_round: float
     """Current acceptance length."""
     gain: float
@@ -37,8 +37,8 @@ class Customer:
     cost: float | None
     """Price of the training; None without prices."""
     pays_back_days: float | None
-    """Days until the drafter has saved as many hours of the serving machine (or their price) as its training takes;
-    None if it saves nothing."""
+    """Days until the serving hours that the drafter saves are worth as much as its training, by prices or, without
+    prices, by numbers of GPUs; None if it saves nothing."""
 
     @property
     def objection(self) -> str:

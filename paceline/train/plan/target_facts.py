@@ -43,9 +43,9 @@ class TargetFacts:
     name: str
     shape: ModelShape
     raw: dict[str, Any]
-    """Contents of config.json, or their equivalent."""
+    """Contents of config.json, or the same keys from a GGUF file's header or paceline's catalogue of models."""
     weight_bytes: float | None
-    """Size of the weight file; None if it is not here."""
+    """Bytes of the weight files; None if unknown."""
     is_quantised: bool
     source: str
     """Description of where the sizes were read."""
@@ -71,15 +71,14 @@ class TargetFacts:
 
     @property
     def value_bytes(self) -> float:
-        """Mean bytes per weight, by the size of the weight file or, if it is not on this machine, by the model's number
-        format."""
+        """Mean bytes per weight, by the size of the weight files or, if it is unknown, by the model's number format."""
         if self.weight_bytes:
             return self.weight_bytes / (self.shape.num_parameters or 1.0)
         return FORMATS[self.shape.precisions.weights].num_bytes
 
     @property
     def total_bytes(self) -> float:
-        """Bytes of all weights: the size of the weight file, or an estimate if it is not on this machine."""
+        """Bytes of all weights: the size of the weight files, or an estimate if it is unknown."""
         return self.weight_bytes or self.shape.num_parameters * self.value_bytes
 
 
@@ -187,8 +186,9 @@ Device = str | MachineFacts | None
 
 
 def machine_of(device_name: Device, device: str = "auto") -> MachineFacts:
-    """Returns the speeds of a machine. If `device_name` is None, these are the measured speeds of `device` (such as
-    "auto" or "cpu") on this machine. Raises ConfigError, with the known names, for an unknown one."""
+    """Returns the speeds of the machine with the name `device_name`, such as "8x H100". If it is None, these are the
+    measured speeds of `device` (such as "auto" or "cpu") on this machine; a MachineFacts is returned unchanged. Raises
+    ConfigError, with the known names, for an unknown one."""
     if isinstance(device_name, MachineFacts):
         return device_name
     if device_name is not None:

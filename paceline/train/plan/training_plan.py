@@ -79,9 +79,11 @@ class Plan:
     hours_range: tuple[float, float] | None
     """(fewest, most) hours, on GPUs."""
     disk_bytes: dict[str, float]
+    """Bytes on disk of answers, features, checkpoints, and all together."""
     memory_bytes: float
+    """Maximum bytes of memory that the training needs on one device."""
     blocks: float
-    """Number of blocks learned from in these hours."""
+    """Number of blocks (an anchor and its draft positions) that the steps train on, counting repetitions."""
     expected: dict[str, Any] | None
     """Result of `expected_acceptance.expected_of`; None for eagle3 and mtp drafters, and with --init: no curve
     applies."""
@@ -242,7 +244,8 @@ def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFac
 
 
 def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> float:
-    """Returns the FLOPs of training on one block, forward and backward, with its share of the document's context."""
+    """Returns the FLOPs of training on one block, forward and backward. Includes the block's share of the work on the
+    document's context, which is divided equally among the document's blocks."""
     rows = config.loop.loss.vocab or sizes.draft_vocab
     # Two each for the outputs, and for gradients of inputs and of weights.
     times = {"all": 6.0, "low-rank": 4.0, "last-layer": 2.0 + 4.0 / sizes.num_layers}[config.loop.learn]

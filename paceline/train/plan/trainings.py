@@ -44,8 +44,9 @@ class Training:
     that it reached."""
 
     workload: str
+    """Name of the prompts' data set or application."""
     traffic: str
-    """mixed, or application: one application's requests with its own prompt or schema."""
+    """Type of the workload: "mixed", or "application" (requests of one application, with its own prompt or schema)."""
     target: str
     answers: int
     """Different prompts learned from."""
