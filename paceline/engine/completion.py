@@ -82,6 +82,6 @@ class Completion:
 
     @classmethod
     def of(cls, seq: Sequence, text: str) -> Completion:
-        """Returns the answer of a finished request."""
+        """Creates the Completion of a finished request. `text`: the text of its answer."""
         stats, prompt_ids = GenerationStats.of(seq), seq.tokens[: seq.prompt_len]
         return cls(text, seq.output_ids, seq.finish_reason, stats, seq.logprobs, prompt_ids, seq.prompt_logprobs)

@@ -48,8 +48,8 @@ ROUNDS = "device"
 
 
 class Form(NamedTuple):
-    """Properties of a round that are fixed in its CUDA graph. Rounds that differ in one of them need different
-    graphs."""
+    """Properties of a round that are fixed in its CUDA graph: rounds that differ in one of them need different graphs.
+    `drafter`: the drafter of all rows that draft; None for rounds without drafts."""
 
     is_drawn: bool
     """True if some rows are sampled, by an exponential race; the other rows take the most probable tokens."""
@@ -59,8 +59,8 @@ class Form(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of one row in a round that the device computed as one CUDA graph: its drafts, how many of them were
-    accepted, and the bonus token."""
+    """Result of one row in a round that the device computed as one CUDA graph: the verified drafts, the drafter's
+    log-probability of each (`confidence`), the number of accepted ones, and the bonus token."""
 
     num_accepted: int
     bonus: int
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 
 class StaticRound(Region):
-    """One round captured as a CUDA graph. It computes the cache rows 0 to B-1, with up to K drafts in each row."""
+    """One decode round of fixed shape, to be captured as a CUDA graph: cache rows 0 to B-1, up to K drafts per row."""
 
     kind = "round"
 
@@ -172,7 +172,7 @@ class DeviceRounds:
     """Runs whole decode rounds of one engine on the device, each as one CUDA graph, so that the host waits for the
     device only once per round. A batch qualifies if it has at most one drafter (DFlash 1 or 2, DSpark, EAGLE-3, MTP),
     no prompt lookup drafts, no trees, no log-probabilities, and no request with settings such as penalties or a grammar
-    (`round.is_shaped`)."""
+    (`round.is_shaped`). Sampled requests also need the rule "auto", "match" or "mocked"."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
         assert target.recorder is not None
@@ -197,9 +197,9 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Capture the CUDA graphs before the first request, so that no request waits for it. Captures plain rounds,
-        greedy and sampled; if the pool's only drafter qualifies, also rounds with its drafts. Does nothing where
-        graphs are captured at their first use instead, as without CUDA."""
+        """Capture CUDA graphs before the first request, so that no request waits for a capture: of rounds without
+        drafts, greedy and sampled, and of rounds with drafts if the pool's only drafter qualifies. Does nothing if
+        `Recorder.records_late` is True, as it is without CUDA: rounds are then captured at their first use."""
         if self._recorder.records_late:
             return
         every = [

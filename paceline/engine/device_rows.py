@@ -22,7 +22,9 @@ class RowValues(NamedTuple):
     the later ones float64. A row with only zeros is idle (no request)."""
 
     length: int = 0
+    """Number of tokens of the row in the cache."""
     anchor: int = 0
+    """Id of the last committed token, which is not in the cache yet."""
     left: int = 0
     """Tokens that the request may still generate; 0: idle."""
     most: int = 0
@@ -58,7 +60,8 @@ _NUM_INTS = 6
 
 @dataclass(slots=True)
 class RowState:
-    """State of the first B cache rows as device tensors [B]; writing to them changes the rows."""
+    """State of the first B cache rows: the fields of `RowValues`, each as a device tensor [B]. Writing to a tensor
+    changes the rows."""
 
     length_B: Tensor
     anchor_B: Tensor

@@ -47,8 +47,8 @@ class Chunk:
 
 
 class Engine:
-    """Generates answers to many requests together (continuous batching) with one target model. `planner` decides each
-    step's prefill chunk and drafts."""
+    """Generates answers to many requests together (continuous batching) with one target model. In each step, `planner`
+    decides how many prompt tokens are prefilled and how many tokens each request drafts."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Engine:
             )
 
     def abort(self, request_id: int) -> Sequence | None:
-        """End a request at once, waiting or running. Returns its sequence, or None if it is finished or unknown."""
+        """End a waiting or running request at once. Returns its sequence; None if there is no such request."""
         if request_id not in self._requests:
             return None
         seq, _ = self._requests[request_id]

@@ -199,8 +199,8 @@ class LLM:
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
         """Creates a drafter for this target from its name or path; a Drafter object is returned unchanged. `options`:
-        arguments for the drafter's constructor; `num_drafted` defaults to the config's number. Raises the errors of
-        `draft.registry.make_drafter`."""
+        arguments for the drafter's constructor; `num_drafted` defaults to `EngineConfig.most_drafted`. Raises the
+        errors of `draft.registry.make_drafter`."""
         if not isinstance(drafter, Drafter) and options.get("num_drafted") is None:
             options["num_drafted"] = self.config.most_drafted
         return make_drafter(drafter, self.target, target_name=self.config.model, **options)
@@ -220,7 +220,7 @@ class LLM:
         return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
     def use_members(self, members: Mapping[str, Member]) -> None:
-        """Replace all drafters at once, such as by the `members` of an earlier LLM; starts a new engine. Raises
+        """Start a new engine whose drafters are `members`, such as those of an earlier LLM (`LLM.members`). Raises
         ConfigError while answers are running, DrafterMismatchError for a drafter that does not fit the target."""
         self._refuse_while_running("drafters cannot be exchanged all at once")
         self._replace_engine(members)

@@ -92,9 +92,9 @@ class Residency:
         return "ready"
 
     def turn(self, pool: Pool) -> None:
-        """Do what is due, before a request is assigned a drafter: put a drafter whose loading has ended into the pool,
-        start to load the released drafter that was requested last (if requests for it are frequent enough), and release
-        drafters beyond the limit."""
+        """Update the pool before a request is assigned a drafter, in this order: put a drafter whose loading has ended
+        into the pool, start to load the released drafter that was requested last (if requests for it are frequent
+        enough), and release drafters beyond the limit."""
         self.take_in(pool)
         if self._loading is None and (member := pool.members.get(self._wanted)):
             released, often = member.drafter, self._requests[self._wanted]
@@ -231,8 +231,9 @@ def can_release(drafter: Drafter) -> bool:
 
 
 def fit_budget(config: EngineConfig, target: Target, drafters: list[Drafter]) -> None:
-    """Allocate as many cache rows as fit in the memory budget, at most max_batch. Raises MemoryBudgetError if not even
-    one fits."""
+    """Allocate as many cache rows as fit in the memory budget `config.kv_memory`, at most `config.max_batch`; does
+    nothing without a budget. `target` must have been loaded with a cache of one row. Raises MemoryBudgetError if not
+    even one row fits."""
     if config.kv_memory is None:
         return
     row_bytes = target.cache.num_bytes + memory_of(drafters, target).cache_bytes

@@ -40,8 +40,9 @@ def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
     """Runs one round for all sequences of the batch: draft K tokens, verify J = K+1 positions, commit the accepted
-    drafts and the bonus token. `narrow`: function (drafter's confidences, tree candidates) -> number of drafts, or
-    draft tree, that each row verifies (see `Planner.narrow`); None: all drafts are verified."""
+    drafts and the bonus token. Returns statistics of the round. `narrow`: function (drafter's confidences, tree
+    candidates) -> number of drafts, or draft tree, that each row verifies (see `Planner.narrow`); None: all drafts are
+    verified."""
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:

@@ -89,7 +89,8 @@ LEAST = 16
 
 
 class PrefixReuse:
-    """Prefix cache: remembers which tokens each cache row holds, and copies common prefixes of prompts to new rows."""
+    """Prefix cache: remembers which tokens each cache row holds. If a new prompt begins with the same tokens as a row,
+    their keys and values are copied to the new request's row."""
 
     def __init__(self, target: Target, drafters: Pool) -> None:
         self._target, self._drafters = target, drafters

@@ -29,8 +29,8 @@ _SETTERS = _setters()
 
 
 def limit_threads() -> tuple[int, int] | None:
-    """Limits computations of the calling thread to one CPU thread. Returns the previous settings, to be passed to
-    `restore_threads`; None if nothing was changed."""
+    """Limits PyTorch operations of the calling thread to one CPU thread; those of other threads are not affected.
+    Returns the previous settings, to be passed to `restore_threads`; None if nothing was changed."""
     num_threads = torch.get_num_threads()  # has a thread that did not compute yet take the process's number now
     if num_threads == 1 or not _SETTERS:
         return None
