@@ -104,10 +104,10 @@ _LOSSLESS = Lenience(1.0)
 
 
 class Tilt(NamedTuple):
-    """Deviation of the output distribution from the target's at one position: total variation and Kullback-Leibler
-    divergence."""
+    """Deviation of the output distribution from the target's at one position."""
 
     tv: float
+    """Total variation, 0 to 1."""
     kl: Callable[[], float]
     """Function that returns the Kullback-Leibler divergence of the output from the target, in nats."""
 
@@ -152,9 +152,9 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns the probability b_i (module's docstring) that the lossy rule accepts child i of a tree node, for each
-    child. It assumes that the target's own token is not a child, and that no earlier child was accepted. `target_V`:
-    the target's distribution after the node. `children`: token ids of the children, in the drafter's order."""
+    """Returns for each child of a tree node the probability that the lossy rule accepts it, given that the target's own
+    token is not a child and that no earlier child was accepted (b_i in the module's docstring). `target_V`: the
+    target's distribution after the node. `children`: token ids of the children, in the drafter's order."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)
@@ -187,7 +187,7 @@ def tilt_children(target_V: Tensor, children: list[int], chance_N: list[float]) 
 
 
 class Followed(NamedTuple):
-    """Result of `follow`: the accepted nodes, root to leaf, and the token after them."""
+    """Result of `follow`: indices of the accepted nodes, root to leaf, and the token after them."""
 
     accepted: list[int]
     next_token: int

@@ -104,8 +104,8 @@ class Rule:
     """True if the rule uses the drafts' distributions; otherwise it treats all drafts as certain (probability 1).
     Certain drafts of sampled rows are judged by `match` instead, if the rule is lossless and uses distributions."""
     draws: bool = False
-    """True if certain drafts are compared with the target's own samples, which drafters may then predict from the
-    noise."""
+    """True if certain drafts are compared with the target's own samples. Drafters that know the request's sampling
+    noise may then predict these samples."""
     takes_trees: bool = False
     """True if the rule can judge draft trees, by the target's own samples or by `walk`."""
     walk: Callable[[Tree, Uniforms], list[int]] | None = None
@@ -178,16 +178,16 @@ def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[floa
 def accept_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
     """Returns for each of the K drafts the probability that rejection sampling accepts it if all earlier drafts were
     accepted: min(1, target probability / draft probability). `draft_probs_KV`: distributions that the drafts were
-    sampled from; None: certain drafts, of probability 1. `target_probs_JV`: the target's distributions at the same
-    positions."""
+    sampled from; None: certain drafts, of probability 1. `target_probs_JV`: the target's distributions at the verified
+    positions, of which the first K are read."""
     pairs = zip(drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV), strict=True)
     return [_at_most_one(target, draft) for target, draft in pairs]
 
 
 def prefix_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Returns [pi_0, ..., pi_K]: pi_i is the probability that block verification accepts at least i of a row's K
-    drafts. `draft_probs_KV`: as in `CheckedRow`. `target_probs_JV`: the target's distributions at the J = K + 1
-    verified positions."""
+    """Returns [pi_0, ..., pi_K]: pi_i is the probability that block verification accepts at least i drafts, given the
+    first i of a row's K drafts. `draft_probs_KV`: as in `CheckedRow`. `target_probs_JV`: the target's distributions at
+    the J = K + 1 verified positions."""
     probs_J = [1.0]
     targets, drafts = drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV)
     for target, draft in zip(targets, drafts, strict=True):
