@@ -235,9 +235,11 @@ def existing(path: Path | str) -> Path:
 
 
 def shards_of(folder: Path) -> dict[Path, list[str]]:
-    """Return each safetensors file of the folder -> names of the tensors to read from it; an empty list means all.
+    """Return a dict: path of each safetensors file of the checkpoint -> names of the tensors to read from it; an empty
+    list means all tensors.
 
-    Raises ModelFileError if the folder has no safetensors files, or if its index names a file that is missing.
+    Raises ModelFileError if the folder has no safetensors checkpoint, or if its index is invalid or names a file that
+    is missing.
     """
     if (folder / "model.safetensors").is_file():
         return {folder / "model.safetensors": []}
@@ -294,7 +296,8 @@ def check_header(file: Path) -> None:
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file into memory; returns them by name.
 
-    Raises ModelFileError if its header is larger than 16 MiB; SafetensorError or OSError if it is damaged.
+    Raises ModelFileError if the file cannot be read or its header is larger than 16 MiB; SafetensorError or OSError if
+    it is damaged.
     """
     check_header(file)
     return load_file(file)

@@ -17,7 +17,8 @@ CHUNK = 256
 class ForcedReader:
     """Computes the logits with which a model predicts the tokens of given texts, for scoring and distillation.
 
-    Occupies one row of the model's KV cache until `close`. The model's engine must be idle until then.
+    Occupies one row of the model's KV cache until `close`, and removes the target's taps (`Target.set_taps`). The
+    model's engine must be idle until `close`.
     """
 
     def __init__(self, target: Target) -> None:
@@ -38,7 +39,7 @@ class ForcedReader:
         predict them. The logits of a chunk are valid until the next chunk is requested.
 
         `tokens`: the whole text. If its beginning equals that of the previous call's text, the common tokens before
-        `first` are not computed again.
+        index `first` - 1 are not computed again.
         """
         common = num_common(self._cached, tokens[: first - 1])
         self._cached = tokens[:common]

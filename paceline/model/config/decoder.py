@@ -111,7 +111,7 @@ class DecoderConfig:
     shared_expert_size: int = 0
     """Inner width of the shared expert, which runs for every token in addition to the selected ones; 0: none."""
     layer_sizes: LayerSizes | None = None
-    """Options of a model whose layers differ in their sizes; None: all layers have those above."""
+    """Options of a model whose layers differ in their sizes; None: all layers have the sizes above."""
     delta: DeltaShape | None = None
     linear_layers: tuple[int, ...] = ()
     """Indices of the layers with a gated delta net, with the sizes in `delta`, instead of attention."""
@@ -176,8 +176,9 @@ class DecoderConfig:
 
 
 def has_llama_layers(family: str) -> bool:
-    """Return True if this family's layers are built like Llama's, so that a draft layer can be initialised from one of
-    them. Biases of the QKV projection, and norms of queries and keys, are the only differences allowed."""
+    """Return True if a draft layer can be initialised from one of this family's layers. Compared with Llama's, they
+    may have biases of the QKV projection and norms of queries and keys, but no other norms, activation, gates, sinks or
+    scale factors. Not compared: sliding windows, partial or missing RoPE, and experts in place of an MLP."""
     traits = next(keys["traits"] for keys in FAMILIES.values() if keys["family"] == family)
     return "numbers" not in traits and traits.get("fields", {}).keys() <= {"qkv_bias", "qk_norm"}
 

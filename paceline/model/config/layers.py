@@ -27,7 +27,8 @@ class LayerSizes:
     has_key_values: bool
     """True if layers with full attention have no value projection: values are the keys before norm and RoPE."""
     sources: tuple[int, ...]
-    """For each layer the one whose keys and values it reads: itself, or an earlier one of its type."""
+    """For each layer, the index of the layer whose keys and values it reads: its own index, or that of an earlier layer
+    of the same type (full attention or sliding window)."""
     has_wide_mlps: bool
     """True if the MLP is twice as wide in layers that read the keys and values of an earlier layer."""
     input_size: int

@@ -27,8 +27,9 @@ TABLES["families"] = {name: {**_named.get(own.get("as"), {}), **own} for name, o
 
 
 def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the text model's part (`text_config`) of a multimodal config.json; other configs are returned unchanged.
-    Raises ModelFileError, naming `path`, if the part is missing."""
+    """Return the text model's part (`text_config`) of a multimodal config.json, with the text model's `architectures`.
+    Its `tie_word_embeddings` and, if there is one, `quantization_config` are those of the outer object. Configs of
+    other models are returned unchanged. Raises ModelFileError, naming `path`, if the part is missing."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in TABLES["text_parts"]:

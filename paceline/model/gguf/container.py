@@ -50,6 +50,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Sizes with the outermost dimension first, as in PyTorch; GGUF stores them in reverse."""
     start: int
+    """Offset of the tensor's data in the file, in bytes."""
     num_bytes: int
 
 

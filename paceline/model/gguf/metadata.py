@@ -117,7 +117,8 @@ def decimal(value: float | None) -> float | None:
 
 
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """Yield (Hugging Face name, tensor) for each tensor of the GGUF file `path`, in the file's order, as float32.
+    """Yield (Hugging Face name, tensor) for the tensors of the GGUF file `path`, in file order, as float32. A stack of
+    all experts is split into one matrix per expert. RoPE factors are left out, because `config_json` returns them.
 
     With `keep_blocks`, matrices keep their format: quantised ones are yielded as Blocks, float16 and bfloat16 ones in
     their dtype. Exception: quantised matrices that the native library cannot multiply become float32, with a warning.

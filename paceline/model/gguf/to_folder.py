@@ -107,7 +107,8 @@ def write_model(
 
 
 def write_tokenizer(words: Path, folder: Path) -> None:
-    """Write the tokenizer of `words`, a GGUF file or a folder, to `folder` as Hugging Face files."""
+    """Write the tokenizer of `words`, a GGUF file or a folder, to `folder` as Hugging Face files. If `words` is an
+    adapter's folder, files that it lacks are those of its base."""
     if is_adapter(words):
         write_tokenizer(base_of(words), folder)  # its own files, if there are any, replace them
     if words.is_dir():

@@ -152,7 +152,7 @@ def gguf_name(name: str) -> str:
 
 def interleaved_rows(tensor: Tensor, num_heads: int) -> Tensor:
     """Reorder the rows of a query or key projection from Hugging Face's order to llama.cpp's; the inverse of
-    `metadata.half_split_rows`."""
+    `metadata.half_split_rows`. Raises ModelFileError if the rows do not divide evenly into heads."""
     if tensor.shape[0] % (2 * num_heads):
         raise ModelFileError(f"{tensor.shape[0]} rows are no {num_heads} heads: is config.json the right one?")
     halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])

@@ -70,7 +70,8 @@ LINK_FLAGS_IF_ACCEPTED = (("-static-libstdc++", "-static-libgcc", "-Wl,--exclude
 
 
 class NativeBuildError(RuntimeError):
-    """Raised if the library cannot be compiled; the first line is the reason, the others are the compiler's output."""
+    """Raised if the library cannot be compiled. The message's first line is the reason; further lines, if any, are the
+    compiler's output or a remedy."""
 
 
 def library_name() -> str:
@@ -206,11 +207,11 @@ def _compile_all(
 def build_for_install(
     source_folder: Path, out_path: Path, *, emulated: bool = False, leave_out: Collection[str] = ()
 ) -> bool:
-    """Build the library during an installation, as `compile_library` does; returns True if it was built. If that fails,
-    prints one warning and returns False.
+    """Build the library during an installation, as `compile_library` does; returns True if it was built. If compiling
+    fails, removes an older library at `out_path`, prints one warning and returns False.
 
-    PACELINE_NATIVE_BUILD=0 skips compiling and returns False; PACELINE_NATIVE_BUILD=require raises NativeBuildError if
-    compiling fails.
+    The environment variable PACELINE_NATIVE_BUILD changes this: with 0, nothing is compiled, and the result is False;
+    with "require", NativeBuildError is raised if compiling fails.
     """
     wish = os.environ.get("PACELINE_NATIVE_BUILD") or "1"
     if wish not in ("0", "1", "require"):

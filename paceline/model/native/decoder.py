@@ -110,8 +110,9 @@ class NativeDecoder(Target):
         cache.mover = partial(self._model.keep, self._native_cache)
 
     def as_weight(self, tensor: Tensor) -> Weight:
-        """Convert a drafter's weight to the format of this target's weights: Q8_0 blocks for a matrix if the target is
-        quantised, otherwise a CPU tensor of the target's dtype."""
+        """Convert a drafter's weight to the format of this target's weights. If the target is quantised, returns a
+        matrix as Q8_0 blocks, provided that its rows divide into blocks of 32. Anything else becomes a CPU tensor of
+        the target's dtype."""
         rounded = tensor.detach().to("cpu", self.dtype)
         return quantise(rounded, "Q8_0") if self.has_blocks else rounded
 

@@ -202,7 +202,7 @@ AnyStructure = TypeVar("AnyStructure", bound=Structure)
 
 
 def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
-    """Set fields of a C struct; returns it. `parts`: field -> number, Matrix or CPU tensor (stored as pointers)."""
+    """Set fields of a C struct; returns it. `parts`: field -> number, or Matrix or CPU tensor, stored as a pointer."""
     for name, part in parts.items():
         value = part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part
         setattr(struct, name, value)
@@ -266,8 +266,8 @@ class Matrix:
 
 
 class Model:
-    """A decoder model of the native library, built from its C struct. `keep`: objects that own the struct's memory;
-    they live as long as the model."""
+    """A decoder model of the native library, built from a C struct CConfig. `keep`: objects to which pointers in the
+    struct lead; the model holds references to them."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -302,7 +302,7 @@ class Buffers:
         self._arrays: dict[str, Any] = {}
 
     def room(self, name: str, size: int) -> Any:
-        """Replace the array of CPass's int32 field `name` if it is shorter than `size`; returns the array."""
+        """Return the int32 array of CPass's field `name`, replaced by a longer one if it is shorter than `size`."""
         array = self._arrays.get(name)
         if array is None or len(array) < size:
             array = self._arrays[name] = (c_int32 * max(size, 64))()

@@ -164,8 +164,9 @@ def top_logprobs(
     logits_KV: Tensor, count: int, inverse_temperature: float = 1.0
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Return ids and log-probabilities of the `count` most probable tokens of each row, in softmax(logits *
-    inverse_temperature), best first; among equal ones the lowest ids. Log-probabilities are NaN for a row that contains
-    NaN or whose largest logit is not finite."""
+    inverse_temperature), best first. The order of equally probable tokens is undefined; the native library, which
+    computes float32 logits on CPU, puts the lowest ids first. Log-probabilities are NaN for a row that contains NaN or
+    whose largest logit is not finite."""
     count = min(count, logits_KV.shape[-1])
     if logits_KV.device.type == "cpu" and logits_KV.dtype == torch.float32 and native_lib.load() is not None:
         return native_lib.top_logprobs(logits_KV.contiguous(), count, inverse_temperature)

@@ -105,7 +105,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode raw text to token ids. `add_special_tokens`: add bos or eos, if the tokenizer is configured to. Raises
-        PromptError for invalid Unicode and other values."""
+        PromptError if `text` is not a string or is invalid Unicode."""
         if not isinstance(text, str):
             raise PromptError(f"a prompt must be a text, not {shown(text)}")
         with reraised(

@@ -44,8 +44,8 @@ def with_tools(
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
     """Return the JSON schema, as text, that a call of one of these tools must match. Raises PromptError if the
-    parameters of a tool are no object, or if two tools define the same name (in "$defs" or "definitions") with
-    different schemas."""
+    parameters of a tool are not of type object, or if two tools define the same name (in "$defs" or "definitions")
+    with different schemas."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool["function"], definitions) for tool in tools]
     return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)

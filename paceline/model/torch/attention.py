@@ -308,7 +308,7 @@ class Rope:
 def rope_tables(
     config: DecoderConfig, max_len: int, kind: RopeKind = "main", longest: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines for `max_len` positions, float32 [max_len, R] each, including YaRN's attention factor.
+    """Compute cosines and sines for `max_len` positions, float32 [max_len, R] each, times YaRN's or LongRoPE's factor.
 
     `kind`: "local" uses the config's `local_rope_*`. `longest`: maximum text length, by which LongRoPE chooses its
     short or long factors; None: max_len. Raises UnsupportedModelError for an unknown RoPE type, ModelFileError for a
@@ -322,7 +322,7 @@ def rope_tables(
 
 def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
     """Compute RoPE's frequencies for R rotated channels. Returns (radians per position, float32 [R / 2], factor on
-    cosines and sines). Arguments: as in `rope_tables`."""
+    cosines and sines). `kind`, `longest`: as in `rope_tables`; with 0, LongRoPE chooses its short factors."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.local_rope_theta, config.local_rope_scaling

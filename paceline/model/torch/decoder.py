@@ -55,6 +55,7 @@ class LayerAttention(NamedTuple):
     rope: Rope | None
     """RoPE of the layer; None: nothing is rotated."""
     tables: Tables | None
+    """Cosines and signed sines of the tokens' positions (`Rope.tables`); None: nothing is rotated."""
     input_TI: Tensor | None = None
     """The layer's per-layer embeddings [T, I], if the model has any."""
 

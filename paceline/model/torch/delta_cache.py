@@ -52,6 +52,7 @@ class Stage:
     held_R: Tensor
     """Number of pending positions of each row before these tokens."""
     most_held: int
+    """Maximum of `held_R`, or an upper bound of it."""
     seen_RCC: Tensor | None
     """For trees: bool, true where the second token is an ancestor of the first or that token itself. None: each row's
     tokens form a chain."""
@@ -129,7 +130,7 @@ class DeltaMemory:
     states_BHKV: Tensor
     """Recurrent states, float32: for each head a matrix [key_dim, value_dim]."""
     windows_BWX: Tensor
-    """Last inputs of the convolution that were committed, for its W = kernel - 1 previous positions."""
+    """Inputs of the convolution at the W = kernel - 1 latest committed positions."""
     inputs_BNX: Tensor
     """Inputs of the convolution at the pending positions."""
     keys_BNK: Tensor

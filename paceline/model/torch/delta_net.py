@@ -36,7 +36,7 @@ class DeltaNet:
     memory."""
 
     def __init__(self, config: DecoderConfig, parts: dict[str, Tensor]) -> None:
-        """`parts`: the layer's weights by name; those used are removed from it."""
+        """`parts`: the layer's weights by name; the projections are removed from it."""
         assert config.delta is not None
         self._shape, self._eps = config.delta, config.rms_norm_eps
         if config.has_mixed_delta:
@@ -219,7 +219,8 @@ class DeltaLayer:
 
     @classmethod
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> DeltaLayer:
-        """Build layer `index` from its weights `parts`, removing them from `parts`."""
+        """Build layer `index` from its weights `parts`, by name within the layer. Removes the matrices from `parts`, so
+        that each is freed once it is packed."""
         names = NORMS[config.norms]
         before, between = (norm_of(config, parts[f"{names[field]}.weight"]) for field in ("input_norm", "mlp_norm"))
         return cls(config, before, DeltaNet(config, parts), between, make_mlp(config, index, parts))

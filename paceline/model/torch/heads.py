@@ -30,11 +30,11 @@ def split_heads(
     fused_TX: for each token the heads of queries, keys and values, then any other columns. keys, values: one layer of
     the cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys. tables: cosines and signed sines of the
     tokens' positions (`Rope.tables`); without `rope` nothing is rotated. On a GPU this is one kernel
-    (`kernels.layer.heads`).
+    (`kernels.layer.heads`), except with `norms_values`.
 
-    norms_values: `norm` applies to values too (`DecoderConfig.layer_sizes`). Two types of layers then have fewer heads
-    in fused_TX. Without heads of values, the values are the keys before norm and RoPE. With heads of queries only,
-    nothing is written to the cache: the layer reads another layer's keys and values.
+    norms_values: `norm` applies to values too (`DecoderConfig.layer_sizes`), and fused_TX may have fewer heads. If it
+    has no value heads, the keys before norm and RoPE are used as values. If it has query heads only, nothing is written
+    to the cache, because the layer reads the keys and values of another layer.
     """
     if norms_values or not kernels.can_run(fused_TX):
         return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables, norms_values)

@@ -201,7 +201,7 @@ class GatedMLP:
 
     @classmethod
     def of(cls, config: DecoderConfig, parts: dict[str, Tensor], name: str) -> GatedMLP:
-        """Build the MLP from the weights whose names begin with `name`, removing them from `parts`."""
+        """Build the MLP from the weights in `parts` whose names begin with `name`. Removes its matrices from there."""
         gate_up = fuse(parts, f"{name}.gate_proj", f"{name}.up_proj")
         return cls(config, gate_up, fuse(parts, f"{name}.down_proj"))
 
@@ -217,7 +217,7 @@ class GatedMLP:
 
 
 def make_mlp(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> GatedMLP | Experts:
-    """Build the MLP or the experts of layer `index`, removing their weights from `parts`."""
+    """Build the MLP or the experts of layer `index` from its weights `parts`. Removes their matrices from `parts`."""
     return make_experts(config, parts) if config.has_experts(index) else GatedMLP.of(config, parts, "mlp")
 
 
@@ -236,8 +236,8 @@ def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
 
 
 def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
-    """Build a layer's experts from the weights `parts`, which loses them. On GPUs the experts' matrices are stacked in
-    one tensor, as the kernels require."""
+    """Build a layer's experts from the weights `parts`, removing them from `parts`. On GPUs the experts' matrices are
+    stacked in one tensor, as the kernels require."""
     stack, names = None, [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
     if not has_stacks(parts["mlp.gate.weight"]):
         experts = [GatedMLP.of(config, parts, name) for name in names]

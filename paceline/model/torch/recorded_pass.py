@@ -274,7 +274,7 @@ class GraphDecoder(Decoder):
 
 
 def rows_at(tensor: Tensor, places: list[int]) -> Tensor:
-    """Return the rows of a pass's output at these places; the result is a view, not a copy, if they are contiguous."""
+    """Return the rows of a pass's output with the indices `places`, as a view if these are consecutive, else a copy."""
     if places == list(range(places[0], places[0] + len(places))):
         return tensor[places[0] : places[0] + len(places)]
     return tensor[torch.tensor(places, device=tensor.device)]

@@ -35,7 +35,7 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
 
 
 def launch(module: str, kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int | str) -> None:
-    """Launch a Triton kernel, the function `kernel` of `triton/{module}.py`, on the device of its first argument;
+    """Launch a Triton kernel, the function `kernel` of `triton/{module}.py`, on the device of its first argument. Does
     nothing if the grid is empty. `constants`: constexpr arguments, and launch options such as num_warps."""
     assert isinstance(args[0], Tensor)
     if 0 not in grid:

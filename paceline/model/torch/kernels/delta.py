@@ -30,8 +30,11 @@ class DeltaWeights(NamedTuple):
     kernel_KX: Tensor
     """Weights of the convolution: K inputs, the newest last, for each channel."""
     rate_H: Tensor
+    """Factor of the decay's logarithm for each value head, at most 0."""
     step_H: Tensor
+    """Bias in the decay's softplus for each value head."""
     norm_V: Tensor
+    """Weight of the output norm."""
 
 
 def recur(

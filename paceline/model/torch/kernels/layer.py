@@ -27,8 +27,8 @@ class NormWeight(NamedTuple):
     weight: Tensor
     eps: float
     is_wide: bool = False
-    """True if values are multiplied by the weight in float32 and then rounded to the dtype; otherwise rounded
-    before."""
+    """True if values are multiplied by the weight in float32, and the product is rounded to the dtype; False if they
+    are rounded before the multiplication."""
 
 
 class Places(NamedTuple):
