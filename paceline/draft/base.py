@@ -83,7 +83,7 @@ class Drafter(ABC):
     source: str = ""
     """Name that the drafter was created from: a key of `registry.DRAFTERS`, a folder or a hub id."""
     stamp: Stamp = Stamp()
-    """Files that it was created from, as they were then."""
+    """State of the files that the drafter was created from, at that time."""
     num_drafted: int = 0
     """Maximum tokens drafted per round."""
     is_instant: bool = False
@@ -97,9 +97,11 @@ class Drafter(ABC):
     """Target layers whose hidden states `observe` receives; layer l is Transformers' hidden_states[l + 1]."""
 
     is_released: bool = False
-    """True if only the drafter's place in a pool is in memory (`engine/residency.py`); it drafts nothing."""
+    """True only for the placeholder of a drafter whose weights are not in memory (`engine/residency.py`); it drafts
+    nothing."""
     held: Mapping[Hashable, tuple[int, int]] = MappingProxyType({})
-    """Weights that drafters of its pool may share (`model.sharing.Held`)."""
+    """Matrices that this drafter may share with others of its pool: key of a matrix -> (its bytes, number of places in
+    this drafter that use it). See `model.sharing.Held`."""
 
     def bind(self, target: Target) -> None:
         """Check that this drafter fits the target, and allocate caches with `target.cache.num_rows` rows.
@@ -114,7 +116,8 @@ class Drafter(ABC):
         return False
 
     def cache_bytes(self, target: Target) -> int:
-        """Returns the bytes of the drafter's own KV cache after it is bound to `target`."""
+        """Returns the bytes that the drafter's own KV cache occupies once it is bound to `target`; 0 without a
+        cache."""
         return 0
 
     def cache_shape(self, target: Target) -> Hashable:
@@ -148,8 +151,8 @@ class Drafter(ABC):
         return 0 if self.tap_layers else length
 
     def can_draft(self, seq: Sequence) -> bool:
-        """True if the drafter can draft for this sequence now. False while it has not observed all verified positions
-        that it must read first."""
+        """True if the drafter can draft for this sequence now; False as long as `observe` has not received all earlier
+        positions that it needs."""
         return True
 
     def chance(self, seq: Sequence) -> float:
@@ -175,7 +178,8 @@ class Drafter(ABC):
         """
 
     def observe(self, observed: list[Observed]) -> None:
-        """Process newly verified positions. Called once per round with all sequences, in batch order."""
+        """Update the drafter's state with newly verified positions. Called after each prefill chunk with its positions,
+        and after each round with those of all sequences of this drafter, in batch order."""
 
     def drop(self, seq: Sequence) -> None:
         """Release the state of a sequence that has finished; its row may be reallocated."""

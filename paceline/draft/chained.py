@@ -107,10 +107,11 @@ class _Row:
 
 
 class ChainedDrafter(TappedDrafter):
-    """Base class of drafters whose network drafts token by token: EAGLE-3, MTP.
+    """Base class of drafters whose network drafts token by token: EAGLE-3, MTP. Each request gets deterministic or
+    sampled drafts by the rules that `DFlashDrafter` describes.
 
-    `DFlashDrafter` describes which requests get deterministic and which get sampled drafts. For subclasses: `bind`
-    calls `_bind_path`, which makes the decode path, and then `_begin`, which allocates drafting states.
+    For subclasses: `bind` calls `_bind_path`, which makes the decode path, and then `_begin`, which allocates drafting
+    states (hidden states that one drafting step passes to the next).
     """
 
     is_stepwise, has_own_threads = True, False
@@ -135,8 +136,8 @@ class ChainedDrafter(TappedDrafter):
 
     @property
     def recorded_rounds(self) -> dict[Any, Any] | None:
-        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only the path in PyTorch operations can
-        be part of them."""
+        """Decode rounds captured as CUDA graphs that contain this drafter, as in `TappedDrafter.recorded_rounds`. None
+        unless its decode path uses PyTorch operations, because native calls cannot be captured."""
         return self._rounds if isinstance(self._path, TorchChain) else None
 
     def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:

@@ -25,13 +25,14 @@ from paceline.errors import ModelFileError
 @dataclass(frozen=True, slots=True)
 class Foresight:
     """Parameters of noise-aware drafting, which uses the target's random numbers to predict the token that the target
-    will sample. The two parameters describe how the drafter's log-probabilities differ from the target's. They were
-    fitted for the drafter, and are stored under the key `paceline.foresight` of its config.json."""
+    will sample. They describe how the drafter's log-probabilities differ from the target's. Values that were fitted for
+    a drafter are stored under the key `paceline.foresight` of its config.json."""
 
     scale: float = 0.8
     """Factor on the drafter's log-probabilities; below 1 for a drafter that is more confident than its target."""
     spread: float = 1.4
-    """Spread of the drafter's error in log-probabilities; a smaller value gives the noise more weight."""
+    """Assumed size of the drafter's error in log-probabilities (scale parameter of a Gumbel distribution). A larger
+    value makes predictions less confident, but does not change which token is predicted."""
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Foresight:

@@ -201,15 +201,15 @@ class _Place:
 class PredictionDrafter(_TextDrafter):
     """Drafts from the text that a request predicts as its answer (`Sequence.prediction`), from its first token on.
 
-    When the answer differs from the prediction, drafting continues at another position of the prediction. The first
-    rule that applies determines it:
+    When the answer differs from the prediction, drafting continues at another position of the prediction, which the
+    first rule that applies determines:
 
     - after the longest match, of at least two tokens, with the end of the answer
     - after the next occurrence of the answer's last token, at most 64 tokens after the latest match
-    - at the position reached if each new token of the answer replaces one token of the prediction
+    - as many tokens further on as the answer has new tokens, as if each replaced one token of the prediction; only if
+      there was an earlier match, of the answer's first token or of two tokens in a row
 
-    The third rule applies only after an earlier match, of the answer's first token or of two tokens in a row. If no
-    rule applies, nothing is drafted.
+    If no rule applies, nothing is drafted.
     """
 
     name = PREDICTION

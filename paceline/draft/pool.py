@@ -297,7 +297,8 @@ class Pool:
 
     def propose(self, batch: Batch) -> DraftBlock:
         """Drafts for each sequence; returns the drafts of all rows. `batch.takes_B` names for each row the source of
-        its drafts, such as its drafter or prompt lookup. If it is empty, every sequence's own drafter drafts."""
+        its drafts, such as its drafter or prompt lookup. If it is None or empty, every sequence's own drafter
+        drafts."""
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
         confidence_B: list[list[float] | None] = [None] * len(takes_B)

@@ -68,7 +68,8 @@ class SmallModelDrafter(Drafter):
         assert row == seq.row
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Returns `length`. Nothing is copied: `observe` runs the whole prompt through the model."""
+        """Returns `length`, although nothing is copied: `observe` runs the whole prompt through the model, including
+        these positions."""
         return length
 
     def observe(self, observed: list[Observed]) -> None:

@@ -70,9 +70,10 @@ class StaticDrafting(Protocol):
 
 
 class TappedDrafter(Drafter):
-    """Base class of drafters that read the target's hidden states (features). Keys and values are computed from a row's
-    features only when the row drafts; until then the features are stored. A subclass's `bind` calls `_bind_path`, which
-    makes the decode path."""
+    """Base class of drafters that read the target's hidden states (features). The features of a row are stored, and
+    keys and values are computed from them only when necessary: when the row drafts, when another row adopts its state,
+    or when more than 512 positions (MOST_PENDING) are stored. A subclass's `bind` calls `_bind_path`, which makes the
+    decode path."""
 
     network: Any
     """The network as an nn.Module, with the weights as they were read."""
@@ -88,8 +89,8 @@ class TappedDrafter(Drafter):
 
     @property
     def recorded_rounds(self) -> dict[Any, Any] | None:
-        """Rounds captured as CUDA graphs that contain this drafter as it is bound now, managed by
-        `engine/device_round.py`; None if it cannot be part of such a round."""
+        """Store of the decode rounds captured as CUDA graphs that contain this drafter as it is bound now.
+        `engine/device_round.py` fills and reads it. None if the drafter cannot be part of such a round."""
         return None
 
     def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
@@ -164,7 +165,7 @@ class TappedDrafter(Drafter):
 
     def observe(self, observed: list[Observed]) -> None:
         """Store the features (target's hidden states) of newly verified positions. Keys and values are computed from
-        them later, when the row drafts."""
+        them later, at the latest when the row drafts."""
         if self._overwrites_taps:
             observed = [
                 replace(one, taps_TF=one.taps_NF.clone(), begin=0) for one in observed if one.taps_NF is not None
@@ -190,9 +191,9 @@ class TappedDrafter(Drafter):
         self._sort()
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Copy keys and values from row `source`, whose first `length` tokens equal those of `seq`. Returns the number
-        of positions copied. This may be less than `length`, for example because an EAGLE-3 cache entry depends on the
-        token after it."""
+        """Take over keys and values from row `source`, whose first `length` tokens equal those of `seq`. Returns the
+        number of leading positions taken over. This may be less than `length`, for example because an EAGLE-3 cache
+        entry depends on the token after it."""
         self._sort()
         self._inject([source])
         length = max(min(length - self.looks_ahead, self._cache.lengths[source]), 0)

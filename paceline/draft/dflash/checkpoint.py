@@ -50,7 +50,8 @@ class StoredDrafter:
     """The network's tensors, memory-mapped, under z-lab's names."""
     vocabulary: Vocabulary = ALL_TOKENS
     others: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors in the files that paceline does not use; an export to the same format copies them."""
+    """Tensors in the files that paceline does not use. An export in the format of `speculators` contains them; other
+    formats leave them out."""
     form: str = "z-lab"
     unread: tuple[str, ...] = ()
     """Unknown keys of config.json, and names of files that are ignored."""

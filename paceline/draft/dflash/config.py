@@ -82,7 +82,7 @@ class DFlashConfig:
     final_logit_softcapping: float
     """Soft cap of the logits; 0: no cap."""
     raw: dict[str, Any]
-    """The JSON object of config.json, as read."""
+    """The JSON object of config.json, in z-lab's format."""
     target_hidden_size: int
     """Hidden size of the target. A drafter of another width embeds tokens with the rows of its own LM head."""
     from_anchor: bool = False
@@ -178,7 +178,8 @@ def new_config(
     """Returns the config.json of a new DFlash v1 drafter for a target with these sizes. `num_layers`, `head_dim` and
     `intermediate_size` are the drafter's own. `keys` adds or replaces entries.
 
-    The mask token defaults to the vocabulary's last id. Up to four query heads share one key head.
+    The mask token defaults to the vocabulary's last id. Attention is grouped-query, with up to four query heads per key
+    head.
     """
     layer_ids = default_layer_ids(num_target_layers, num_layers)
     return {
@@ -256,8 +257,9 @@ def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:
 
 
 def layer_sizes(hidden_size: int, head_dim: int, intermediate_size: int | None) -> dict[str, int]:
-    """Returns the keys of config.json for the sizes of a new draft layer. Up to four query heads share a key head. The
-    inner width of the MLP is by default 8/3 of the hidden size, rounded up to a multiple of 64."""
+    """Returns the keys of config.json for the sizes of a new draft layer. Attention is grouped-query, with up to four
+    query heads per key head. The inner width of the MLP is by default 8/3 of the hidden size, rounded up to a multiple
+    of 64."""
     num_heads = max(1, hidden_size // head_dim)
     return {
         "num_attention_heads": num_heads,

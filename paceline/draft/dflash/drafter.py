@@ -150,8 +150,9 @@ class DFlashNetwork(nn.Module):
         """Returns the final normed hidden states [T, D] of T block positions. `block_TD`: input embeddings. `taps_NF`:
         the target's hidden states at N context positions, F = tapped layers * hidden size.
 
-        Blocks and contexts of several sequences are packed one after another; `attend` knows which belong together.
-        Differentiable, for training. The decode paths (`paths.py`) must compute the same values.
+        Blocks and contexts of several sequences are packed one after another; the attention function `attend` (see
+        `Attend`) must mask the positions of other sequences. Differentiable, for training. The decode paths
+        (`paths.py`) must compute the same values.
         """
         context_ND = self.hidden_norm(self.fc(taps_NF))
         for index, layer in enumerate(self.layers):
@@ -275,8 +276,8 @@ class DFlashDrafter(TappedDrafter):
 
     @property
     def recorded_rounds(self) -> dict[Any, Any] | None:
-        """Rounds that contain this drafter (`TappedDrafter.recorded_rounds`). Only paths in PyTorch operations can be
-        part of them."""
+        """Decode rounds captured as CUDA graphs that contain this drafter, as in `TappedDrafter.recorded_rounds`. None
+        unless its decode path uses PyTorch operations, because native calls cannot be captured."""
         return self._rounds if isinstance(self._path, TorchPath) else None
 
     def static_drafting(self, num_rows: int, count: int) -> StaticDrafting:
@@ -342,8 +343,8 @@ class DFlashDrafter(TappedDrafter):
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Returns the probabilities with which the latest round's drafts could have been `tokens`: one for each token.
-        Used to estimate how many sampled drafts the target would accept.
+        """Returns for each of `tokens` the probability with which the latest round could have sampled it as the draft
+        at its position. Used to estimate how many sampled drafts the target would accept.
 
         `tokens`: one token for each of the first draft positions. `probs_KV`: the distributions from which the latest
         round's drafts were sampled, one per draft position; at least as many as `tokens`.

@@ -32,7 +32,7 @@ class Drafts(NamedTuple):
     """Most probable tokens at K draft positions of B rows, from one drafting pass."""
 
     best_BK: list[list[int]]
-    """Most probable row of the LM head at each position; -1 if the logits are not finite."""
+    """Index in the LM head of the most probable token at each position; -1 if the logits are not finite."""
     logits_BKV: Tensor | None = None
     """Logits of the LM head, [B, K, V]."""
     sure_BK: list[list[float]] | None = None
@@ -168,13 +168,13 @@ class TorchPath:
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
 
     def choose(self, outputs: Sequence[Tensor], drawn: tuple[Draws, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Chooses the drafts of B blocks from the tensors that `conclude` returned: greedy ones, and for sampled rows
-        predictions of the target's samples, as `DFlashDrafter.propose` does in a batch with `noise_aware`. Only tensor
-        operations of fixed shape, for CUDA graphs.
+        """Chooses the drafts of B blocks from the tensors that `conclude` returned. Greedy rows get the most probable
+        tokens; sampled rows get predictions of the tokens that the target will sample, made from its random numbers.
+        Only tensor operations of fixed shape, for CUDA graphs.
 
         Returns (token ids [B, K], log-probabilities that they are accepted [B, K], float64). A token id is negative if
         the logits of its position are not finite. `outputs`: the tensors, sliced to the first K positions. `drawn`:
-        (sampling parameters of the rows, each draft's index in its text [B, K]); None if all rows are greedy.
+        (sampling parameters of the rows, each draft's index in prompt + answer [B, K]); None if all rows are greedy.
         """
         best_BK, confidence_BK = outputs[0].unbind(-1)
         drafts_BK = best_BK.long()
@@ -268,7 +268,8 @@ def _best(logits_BKV: Tensor) -> Tensor:
 
 def rows_of_head(target: NativeDecoder, draft_ids: Tensor) -> Matrix:
     """Returns the rows `draft_ids` of the target's LM head as one matrix. Drafters with the same draft vocabulary share
-    this matrix until the target gets a new cache; the target's weights may have changed by then."""
+    one matrix. After the target gets a new cache, a new matrix is made, because the target's weights may have
+    changed."""
     ids, form = draft_ids.tolist(), ("head", id(target.cache))
     return sharing.matrix(
         lambda: target.head_matrix.select(ids), [draft_ids], *form, num_bytes=lambda head: head.num_bytes

@@ -78,8 +78,9 @@ class Reading:
         first `limit` positions, with their log-probabilities at the temperature of the request `seq`. `most`: maximum
         nodes of that tree; it is only stored in the result.
 
-        `foresight`: choose and rank tokens by another log-probability, which the result then contains: that the target
-        will sample the token, estimated from the random numbers that the target will use.
+        `foresight`: if given, tokens are chosen and ranked by the probability that the target will sample them,
+        estimated from the random numbers that the target will use. The log-probabilities in the result are then those
+        of this estimate.
         """
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count

@@ -154,8 +154,8 @@ def write_behind(path: DecodePath, writer: StaticWriter, starts_B: Tensor, count
 
 
 class BlockDrafting:
-    """DFlash's part of a round captured as one CUDA graph (`tapped.StaticDrafting`): it drafts a block and writes
-    keys and values of all verified positions."""
+    """Block drafting of DFlash within a decode round that is captured as one CUDA graph (see `tapped.StaticDrafting`).
+    Drafts a block, and writes keys and values of all verified positions."""
 
     def __init__(self, path: DecodePath, num_rows: int, count: int) -> None:
         """`count`: J = K + 1, the verified positions of a row."""

@@ -26,8 +26,8 @@ class Codebooks(nn.Module):
             self.register_parameter(name.replace("codebook", "factor") if factored else name, nn.Parameter(empty(rows)))
 
     def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Returns a codebook's rows for these tokens, [*tokens.shape, rank]. `book`: an entry of BOOKS. `embedding_VD`:
-        the target's embedding, for factored codebooks."""
+        """Returns a codebook's rows for these tokens, [*tokens.shape, rank]. `book`: "predecessor_codebook" (A) or
+        "successor_codebook" (B). `embedding_VD`: the target's embedding, for factored codebooks."""
         if not self.is_factored:
             return F.embedding(tokens, self.get_parameter(book))
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"

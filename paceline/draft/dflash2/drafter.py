@@ -165,7 +165,8 @@ class WalkingDrafter(DFlashDrafter):
         """Returns the probabilities with which this drafter would sample `tokens` as its next drafts: for each token
         the probability after the tokens before it. Runs one more drafting pass.
 
-        `probs_KV` is ignored, because those distributions follow other drafts; only `DFlashDrafter.chances_of` uses it.
+        `probs_KV` is ignored: those distributions depend on the drafts that were sampled, which may differ from
+        `tokens`. The parameter exists because `DFlashDrafter.chances_of` needs it.
         """
         reading = self._read([seq.row], [seq.tokens[-1]], len(tokens), self.block_size, True) if tokens else None
         return reading.along(0, tokens, seq) if reading else []

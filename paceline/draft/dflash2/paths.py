@@ -129,8 +129,8 @@ class DFlash2NativePath(NativePath):
         self._picker = Picker(self.selector.top_k, books, gate, target.dtype, ids_V)
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Drafts scored candidates as `CandidatePath.pick` does. Scores differ from those of `DFlash2Path` by a
-        constant per position, which changes neither drafts nor probabilities."""
+        """Drafts blocks and returns their scored candidates, as `CandidatePath.pick` does. Scores differ from those of
+        `DFlash2Path` by a constant per position, which changes neither drafts nor probabilities."""
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
 

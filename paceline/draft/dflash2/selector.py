@@ -67,8 +67,9 @@ def score(
       position. The first position follows the last verified token (`anchors_B`), so its M scores are equal.
     - `before_BK`: the previous token of each position, if known. Each candidate then has one score.
 
-    `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the head's rows;
-    None: all tokens. `embedding_VD`: the target's embedding, only for factored codebooks (see `Codebooks`).
+    `hidden_BKD`: final normed hidden states. `logits_BKV`: logits after scaling and soft cap. `ids` [V]: token ids of
+    the head's rows; None: all tokens. `embedding_VD`: the target's embedding, only for factored codebooks (see
+    `Codebooks`).
     """
     unary_BKM, chosen_BKM = logits_BKV.float().topk(min(selector.top_k, logits_BKV.shape[-1]), dim=-1)
     tokens_BKM = chosen_BKM if ids is None else ids[chosen_BKM]
@@ -188,10 +189,14 @@ class WalkedReading(Reading):
 
 
 def best_after(scores_BKPM: Tensor, inverse: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (index of the best candidate after each previous one [B, K, P], its log-probability [B, K, P], all
-    candidates' log-probabilities up to a constant per previous one [B, K, P, M]); the last two in float64. Of equal
-    scores the first is the best. Log-probabilities are those of softmax(scores * inverse), and NaN if the best score is
-    not finite or any score is NaN. `inverse`: 1 / temperature."""
+    """Finds the best candidate after each possible previous candidate. Returns three tensors:
+
+    - its index [B, K, P]; of equal scores the first is the best
+    - its log-probability [B, K, P], float64; NaN if its score is not finite or any score is NaN
+    - log-probabilities of all candidates, up to a constant per previous candidate [B, K, P, M], float64
+
+    Log-probabilities are those of softmax(scores * `inverse`), where `inverse` is 1 / temperature.
+    """
     scores_BKPM = scores_BKPM.double()
     most_BKP, place_BKP = scores_BKPM.max(-1)
     shifted_BKPM = (scores_BKPM - most_BKP[..., None]) * inverse
@@ -213,8 +218,10 @@ def walk(place_BKP: Tensor, logprob_BKP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose(picks: Picks, drawn: tuple[Draws, Tensor] | None, foresight: Foresight) -> tuple[Tensor, Tensor]:
-    """Chooses drafts as `WalkedReading` does, in tensor operations of fixed shape for CUDA graphs: as its `certain` for
-    greedy rows, and as its `candidates` with `foresight` for sampled rows. `drawn`, result: see `TorchPath.choose`."""
+    """Chooses the drafts of B blocks from scored candidates, one position after another. Greedy rows get the best
+    candidate after the draft before it; sampled rows get predictions of the tokens that the target will sample, made
+    from its random numbers with the parameters `foresight`. Only tensor operations of fixed shape, for CUDA graphs.
+    `drawn`, result: as in `TorchPath.choose`."""
     sure_BK = None if picks.sure_BK is None else picks.sure_BK.double()
     if drawn is None:
         place_BK, logprob_BK = walk(*best_after(picks.scores_BKPM, 1.0)[:2])

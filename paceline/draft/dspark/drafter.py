@@ -75,7 +75,8 @@ class DSparkPath(CandidatePath):
 
 
 class DSparkNativePath(NativePath):
-    """DSpark whose layers run in native (C++) calls; the walk over the draft positions is in PyTorch."""
+    """DSpark whose layers run in native (C++) calls. Its heads, which choose drafts one after another, run in PyTorch
+    operations."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS

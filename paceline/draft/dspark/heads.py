@@ -84,8 +84,9 @@ def pick(
 
     `sure_BK` in the result is predicted by `confidence`; it is None without such a head.
 
-    `hidden_BKD`: final normed hidden states. `logits_BKV`: scaled and capped. `ids` [V]: token ids of the logits'
-    columns; None: all tokens. `columns_VR`: result of `markov.columns(ids)`, to save time; None: computed here.
+    `hidden_BKD`: final normed hidden states. `logits_BKV`: logits after scaling and soft cap. `ids` [V]: token ids of
+    the logits' columns; None: all tokens. `columns_VR`: result of `markov.columns(ids)`, to save time; None: computed
+    here.
     """
     num, before_B = min(TOP_K, logits_BKV.shape[-1]), anchors_B
     columns_VR = markov.columns(ids) if columns_VR is None else columns_VR

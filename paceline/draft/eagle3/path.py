@@ -136,8 +136,8 @@ class TorchChain:
         hidden_TD: Tensor,
     ) -> Tensor:
         """Computes T cache entries in a pass of fixed shape; returns their drafting states [T, D]. `plans`: attention
-        plan of each sliding window. `entries_T`: cache index of each entry. `tokens_T`: its token. `hidden_TD`:
-        features, or the states of the step before."""
+        plan of each sliding window. `entries_T`: cache index of each entry. `tokens_T`: token of each entry.
+        `hidden_TD`: in the first step the result of `features`, later the drafting states of the step before."""
         own = [plans[layer.window] for layer in self._layers]
         return self._layers_of(own, writer, self._rope.tables_at(entries_T), tokens_T, hidden_TD, None)
 

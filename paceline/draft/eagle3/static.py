@@ -20,8 +20,8 @@ from paceline.model.torch.recorded_pass import StaticPlan, StaticWriter
 
 
 class StaticChain:
-    """The part of a drafter that drafts token by token in a round captured as one CUDA graph
-    (`tapped.StaticDrafting`)."""
+    """Token-by-token drafting of EAGLE-3 and MTP within a decode round that is captured as one CUDA graph (see
+    `tapped.StaticDrafting`)."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class StaticChain:
     def draft(
         self, anchor_B: Tensor, length_B: Tensor, is_live_B: Tensor, draws: Draws | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns drafts and their log-probabilities, as `StaticDrafting.draft` describes. Step k reads draft k - 1, as
-        the row's cache entry `length_B` + k - 1."""
+        """Returns drafts and their log-probabilities, as `StaticDrafting.draft` describes. To compute draft k, counted
+        from 0, the network reads draft k - 1, which becomes the row's cache entry `length_B` + k - 1."""
         state_BD, tokens, confidence = self._states_BD, list[Tensor](), list[Tensor]()
         for slot in range(self._count - 1):
             if slot:

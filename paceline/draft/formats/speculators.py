@@ -125,9 +125,9 @@ def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[s
 def from_z_lab(
     config: DFlashConfig, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """Converts a drafter's config.json from z-lab's format to that of `speculators`. `settings`: keys of that format,
-    from draft_vocab_size to sample_from_anchor, which z-lab's may omit. `verifier`: the target's name_or_path and
-    architectures; unknown values may be missing or empty. `dtype`: data type of the weights, such as "bfloat16"."""
+    """Converts a drafter's config.json from z-lab's format to that of `speculators`. `settings`: entries of the result
+    that z-lab's format may lack or names differently, such as draft_vocab_size. `verifier`: the target's name_or_path
+    and architectures; unknown values may be missing or empty. `dtype`: data type of the weights, such as "bfloat16"."""
     raw, kind = config.raw, config.kind
     own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}

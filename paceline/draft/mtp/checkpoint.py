@@ -71,9 +71,9 @@ class MtpLayer:
         return self.raw[MARK]["steps"] if MARK in self.raw else None
 
     def marked(self, steps: int) -> dict[str, Any]:
-        """Returns the config.json for a folder that holds only this layer: the target's config.json, plus the key
-        `paceline_mtp` (MARK) by which paceline recognises such a folder. `steps`: number of consecutive drafts that the
-        layer was trained for."""
+        """Returns the config.json for a folder that holds only this layer: the target's config.json without its
+        quantization_config, plus the key `paceline_mtp` (MARK) by which paceline recognises such a folder. `steps`:
+        number of consecutive drafts that the layer was trained for."""
         kept = {name: value for name, value in self.raw.items() if name != "quantization_config"}
         more = {} if self.tells_normed else {"num_nextn_predict_layers": 1}
         return {**kept, **more, MARK: {"layout": "qwen" if self.tells_normed else "deepseek", "steps": steps}}
@@ -142,8 +142,8 @@ def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
 
 
 def write_mtp(folder: Path | str, layer: MtpLayer) -> None:
-    """Writes a folder that holds only this MTP layer, under the tensor names of the target's file, with separate
-    experts. Raises CacheError if writing fails."""
+    """Writes a folder that holds only this MTP layer, under the tensor names of the target's file. Each expert of an
+    MoE layer has tensors of its own. Raises CacheError if writing fails."""
     write_checkpoint(folder, layer.marked(layer.steps or 1), target_names(layer))
 
 
