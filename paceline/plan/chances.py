@@ -98,9 +98,9 @@ class Chances:
 
     def record_tree(self, outcome: Outcome, confidence: Sequence[float] | None) -> None:
         """Update the estimates with one row's verified draft tree (`outcome`). The path of top tokens counts like a
-        chain in `record`. The other tested nodes show whether the drafter's probabilities of lower-ranked tokens are
-        too high or too low, and correct them by a factor. `confidence`: the drafter's log-probability of its top token
-        at each slot; None if unknown."""
+        chain in `record`. The other tested nodes update a factor, by which the drafter's probabilities of lower-ranked
+        tokens are corrected. `confidence`: the drafter's log-probability of its top token at each slot; None if
+        unknown."""
         self.record(len(outcome.tree.spine), outcome.spine_accepted, confidence)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)
@@ -112,8 +112,9 @@ class Chances:
         `num_accepted` accepted. `confidence`: the drafter's log-probability of its top token at each slot, verified or
         not; None if unknown.
 
-        Drafts that were not verified are counted too, with their estimated chances, if all verified ones were accepted.
-        The planner skips them because they are not promising: without them, the estimates would become too high.
+        If all verified drafts were accepted, drafts that were not verified are counted too, with their estimated
+        chances (only with `confidence`). The planner skips drafts that are not promising; without counting these, the
+        estimates would become too high.
         """
         chances = self.of(confidence[: len(self.average)]) if confidence is not None else []
         self._detect_shift((chances or self.average)[:num_checked], num_accepted)

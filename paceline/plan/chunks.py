@@ -46,8 +46,8 @@ class ChunkSizes:
         """Time limit in seconds for the next decode round if a prefill chunk runs in the same step, so that drafts do
         not delay the prompt. Infinity if there is no limit, as in every eighth such round (FREE_EVERY).
 
-        The limit is the average duration of the rounds that had none. A longer round raises it at once, but at most by
-        a quarter; shorter rounds lower it slowly.
+        The limit is the average duration of the rounds that ran without a limit. A longer one of these raises it at
+        once, but at most by a quarter; shorter ones lower it slowly.
         """
         is_free = not self._adapts or self._num_limited >= FREE_EVERY - 1
         return math.inf if is_free or not self._free_s else self._free_s

@@ -61,7 +61,8 @@ class RoundCosts:
 
     passes: PassCosts
     slowness: float = 1.0
-    """Present duration of a round, without drafting but with host work, divided by its duration in `passes`."""
+    """Present duration of a round, without drafting but with host work, divided by the seconds that `passes` gives for
+    it."""
     _num_rounds: int = 0
     _factors: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Size class -> (correction of `passes` relative to other sizes, number of comparisons)."""
@@ -76,7 +77,7 @@ class RoundCosts:
 
     def pass_s(self, num_positions: int) -> float:
         """Returns the estimated seconds, without drafting, of a round that verifies `num_positions` token positions
-        (anchors and drafts) in all rows."""
+        (last committed tokens and drafts) in all rows."""
         known = self._pass_s.get(num_positions)
         if known is None:
             factor = self._factor(size_class(num_positions))

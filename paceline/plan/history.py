@@ -180,7 +180,7 @@ class RoundHistory:
     _keys: set[int] = field(default_factory=set)
     """Keys of the latest round's rows."""
     _num_warm: int = 0
-    """Rounds since all rows of one were new."""
+    """Number of rounds since the latest one in which all rows were new."""
 
     def __post_init__(self) -> None:
         self.trials = Trials(FIRST_TRIALS * self.costs.pass_s(1))

@@ -63,7 +63,7 @@ class Plan:
     num_trees: Counter[str] = field(default_factory=Counter)
     """Source (drafter) -> number of rows for which it returned candidates for a tree."""
     is_trial: bool = False
-    """True if the drafts seem not to pay, and only serve to update estimates."""
+    """True if the drafts are expected to cost more time than they save, and only serve to update the estimates."""
 
 
 class Planner(Protocol):
@@ -105,9 +105,10 @@ class Planner(Protocol):
         """Update the estimates of durations and acceptance with a finished round. `plan`: the plan that it followed."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Estimates what the drafts of one row (`index`) cost: the duration of a round in which all rows have such
-        drafts, in units of a round without drafts. None if unknown. `num_checked`: verified drafts of this row.
-        `num_alike`: number of rows that share one drafting pass, this one included."""
+        """Estimates what the drafts of row `index` cost: the duration of a round in which the drafts of every row take
+        as much additional time as those of this row, in units of a round without drafts. None if unknown.
+        `num_checked`: verified drafts of this row. `num_alike`: number of rows that share one drafting pass, this one
+        included."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Update the estimates with a prefill chunk of `num_tokens` tokens that took `seconds`."""
@@ -129,7 +130,8 @@ class FixedPlanner(Planner):
     num_nodes: int = 0
     """Nodes of the tree that each row verifies instead of a chain, if its drafter returns candidates; 0: chains."""
     num_named: int = 0
-    """Candidates per slot to request at least, also for chains, for `RoundStats.target_ranks_B`."""
+    """Minimum number of candidate tokens that drafters return at each slot, also for chains; they are needed for
+    `RoundStats.target_ranks_B`."""
     reports_target_ranks: bool = True
 
     @property

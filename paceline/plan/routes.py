@@ -68,7 +68,8 @@ class Arm:
     multi-armed bandit."""
 
     reward: Ratio = field(default_factory=Ratio)
-    """Generated tokens over the time of their rounds, in units of rounds without drafts."""
+    """Generated tokens divided by the estimated time of the rounds that generated them; the unit of time is a round
+    without drafts."""
     squares: Ratio = field(default_factory=Ratio)
     """Mean squared relative deviation of a single request's reward from the average."""
     own: Ratio = field(default_factory=Ratio)
@@ -125,7 +126,7 @@ class Cluster:
     pinned: str | None = None
     """Drafter for all requests, unless it is clearly slower than plain decoding. None: the router chooses."""
     credit: float = 0.0
-    """Number of requests that may still try drafters without the best estimate."""
+    """Exploration budget: number of requests that may still try a drafter other than the one with the best estimate."""
     num_requests: int = 0
 
     def choose(self, drafters: list[str], first: Callable[[str], int]) -> tuple[str, float]:

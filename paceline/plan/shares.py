@@ -27,9 +27,11 @@ class Want:
     """Index of the row in the plan."""
     offer: Offer
     lift: float = 0.0
-    """Additional tokens expected because drafts of low confidence are not verified."""
+    """Tokens that the row is expected to gain after drafting, when drafts of low confidence are left out of
+    verification."""
     average: Sequence[float] = ()
-    """Gain of each draft in tokens, by the acceptance chances averaged over all confidences; empty before drafting."""
+    """Expected tokens that each draft adds, by acceptance chances averaged over all confidences; empty before
+    drafting."""
     growing: Growing | None = None
     """The tree made of these drafts, which can still grow; None for a chain."""
 
@@ -54,9 +56,9 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
-    """Returns the surplus, in tokens, of verifying drafts of one row: the largest one over all numbers of drafts, at
-    least 0. The surplus of n drafts is the tokens that they add, minus the tokens that could be generated in the
-    additional time.
+    """Returns the surplus, in tokens, of verifying the best number of drafts of one row. The surplus of n drafts is the
+    tokens that they are expected to add, minus the tokens that could be generated in the additional time; it is 0 for
+    no drafts.
 
     `rate`: present speed in tokens per second of all rows (see `RoundHistory.rate`). `num_rows`: rows in the round, of
     which only this one drafts. `gains`: expected tokens of each draft (see `gains_of`). `each_s`: seconds to make one
@@ -70,8 +72,9 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
 
 
 def grown(drafted: list[Want], share: Callable[[list[Want]], list[int]]) -> list[int]:
-    """Grows the draft trees of all rows as far as it seems worthwhile; returns the number of drafts that each row
-    verifies. `share`: function that decides these numbers for the trees in `drafted` as grown so far.
+    """Grows the draft trees of all rows as far as it seems worthwhile; returns for each row how many of its drafts
+    (nodes of a tree, or tokens of a chain) are verified. `share`: function that decides this for `drafted`, with the
+    trees as grown so far; called after each growth.
 
     Trees first get at most 24 nodes (FIRST_NODES). As long as more than half of the nodes of any tree would be
     verified, this limit is doubled and `share` called again.

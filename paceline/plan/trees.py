@@ -35,12 +35,13 @@ class Candidates:
     """Token ids. If candidates depend on earlier drafts: those after the top tokens of all earlier slots."""
     logprobs_KM: list[list[float]]
     most: int = MOST_NODES
-    """Maximum nodes of the tree: the free positions in the row's cache, and the request's `max_drafted`."""
+    """Maximum nodes of the tree: the smallest of 128 (MOST_NODES), the free positions in the row's cache, and the
+    request's `max_drafted`."""
     behind: Callable[[int, int], Likely] | None = None
     """Function (slot, token drafted at the previous slot) -> candidates, if they depend on that token."""
     branches: dict[tuple[int, ...], Likely] | None = None
-    """Drafted tokens so far -> candidates of the next slot, for a drafter that reads its drafts; other paths have no
-    candidates."""
+    """For a drafter that drafts token by token: path of drafted tokens -> candidates of the next slot. A path that is
+    not a key has no candidates."""
 
     def at(self, path: Sequence[int]) -> Likely:
         """Returns (token ids, log-probabilities) of the candidates at the slot that follows the drafted tokens
@@ -190,8 +191,8 @@ def grow(candidates: Candidates, weigh: Weigh, most: int) -> Tree:
 
 @dataclass(slots=True)
 class Outcome:
-    """A verified draft tree, and the indices of its accepted nodes. These form a path from the root on; it may be
-    empty."""
+    """A verified draft tree, and the indices of its accepted nodes: one path that begins after the last committed
+    token, empty if no draft was accepted."""
 
     tree: Tree
     accepted: list[int]
