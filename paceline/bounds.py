@@ -55,7 +55,7 @@ def at_least(least: float) -> Must:
 
 
 def at_most(most: int) -> Must:
-    """Return the limit for type annotations that a number is at most `most`."""
+    """Return a limit: a number of at most `most`."""
     return Must(f"at most {most}", lambda value: value <= most)
 
 
@@ -82,8 +82,9 @@ Name = Annotated[str, Must("a name, not empty", lambda value: bool(value.strip()
 
 
 def refuse_unused(settings: Any, is_used: bool, where: str, *names: str) -> None:
-    """Raise ConfigError if one of the fields `names` of the dataclass object `settings` is set, but has no effect.
-    `is_used`: True if they have one. `where`: text after "means nothing" in the message, such as "without a limit"."""
+    """Raise ConfigError if one of the fields `names` of the dataclass object `settings` differs from its default,
+    although it has no effect. `is_used`: True if these fields have an effect, so that nothing is raised. `where`: text
+    after "means nothing" in the message, such as "without a limit"."""
     default_of = {field.name: field.default for field in fields(settings)}
     for name in names:
         if not is_used and getattr(settings, name) != default_of[name]:

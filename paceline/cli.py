@@ -146,8 +146,8 @@ _MissingParameter = next(kind for kind in typer.BadParameter.__subclasses__() if
 
 def main() -> NoReturn:
     """Run the command that the program's arguments name, and exit with its status. A PacelineError, a usage error or a
-    path that cannot be reached is printed as one line, with exit status 2; any other exception also as a traceback.
-    Ctrl-C exits with 130, a closed pipe with 141, as in a shell."""
+    path that cannot be reached is printed as one line; for any other exception the traceback is printed too. The exit
+    status is then 2. Ctrl-C exits with 130, a closed pipe with 141, as in a shell."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:

@@ -65,15 +65,16 @@ class EngineConfig:
     device: str = "auto"
     """auto, cpu or cuda; auto selects the GPU if there is one."""
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
-    """native computes a whole forward pass in one C++ call, on the CPU only; auto selects it if it supports the
-    model."""
+    """native computes a whole forward pass in one C++ call, on the CPU only; torch uses PyTorch operations; auto
+    selects native if it supports the model."""
     isa: Annotated[str, ("auto", *ISAS)] = "auto"
-    """Instruction set of the native backend; auto selects the fastest. With bfloat16 blocks, outputs are the same for
-    all."""
+    """Instruction set of the native backend; auto selects the fastest. Outputs are the same for all if `dtype` is
+    bfloat16 and the weights stay in quantised blocks (see `weight_format`)."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
     """blocks keeps the blocks of a quantised GGUF file (native backend only); dense expands them to `dtype`: the same
-    values in more memory; auto selects the faster of the two, but blocks if a dense copy would need half of the memory;
-    all others quantise larger weights to this format, which changes the model."""
+    values in more memory; auto selects the faster of the two, but blocks if a dense copy would need more than half of
+    the memory; q8_0 and the others quantise dense weight matrices to this format when they are loaded (native backend
+    only), which changes the model."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """random builds the architecture with random weights: realistic speed, meaningless text."""
     max_batch: Streams = 8
@@ -85,10 +86,10 @@ class EngineConfig:
     num_drafted: Annotated[Whole, at_most(MAX_DRAFTED)] | None = None
     """Most tokens drafted per round [default: the drafter's own number]."""
     speculate: str = "auto"
-    """auto verifies in each round the number of drafts with the most tokens per second, possibly none, and prefers
-    n-gram drafts where they promise more (unless `num_drafted` is given); off loads no drafter. In every round, full
-    verifies all drafts of the drafter, N (a number) makes and verifies N, tree:N verifies a tree of the N most probable
-    ones: these do not depend on measured times."""
+    """auto verifies in each round as many drafts as give the most tokens per second, possibly none; they come from the
+    drafter or, unless `num_drafted` is given, from prompt lookup (ngram). off loads no drafter. Independent of measured
+    times, in every round: full verifies all drafts of the drafter, N (a number) drafts and verifies N tokens, tree:N
+    verifies a tree of the N most probable drafts."""
     trees: bool = True
     """With `speculate` auto: verify a tree of several continuations where that is faster than a chain."""
     rule: Annotated[str, RULES] = "auto"
@@ -101,9 +102,9 @@ class EngineConfig:
     """Mock acceptance by a survival curve: shares of rounds whose first 1, 2, ... drafts are accepted, sampled for each
     row and round."""
     mocked_marginals: tuple[tuple[float, ...], ...] = ()
-    """Mock acceptance of trees: for each draft position and candidate rank, how often this candidate is accepted after
-    the top tokens before it (`simulate.marginals.read_marginals`). Applies to a tree of N drafts with `speculate`
-    tree:N, else to a chain."""
+    """Mock acceptance of trees: for each draft position and candidate rank, how often this candidate is accepted if the
+    top tokens of all earlier positions are (`simulate.marginals.read_marginals`). Applies to a tree of N drafts with
+    `speculate` tree:N, else to a chain."""
     prefill_chunk: Count = 256
     """Prompt tokens per engine step, so that a long prompt does not delay other requests."""
     threads: Annotated[Count, at_most(MAX_THREADS)] | None = None

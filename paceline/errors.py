@@ -184,8 +184,8 @@ def refuse(kind: type[PacelineError], *checks: tuple[bool, str]) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error message: the first 80 characters of its repr. Python writes no integer of more than
-    4,300 digits; such a value is described by its type."""
+    """Return a value for an error message: the first 80 characters of its repr. Python cannot print integers of more
+    than 4,300 digits; if the value is or contains one, a description of it is returned."""
     try:
         return f"{value!r:.80}"
     except ValueError:

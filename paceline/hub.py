@@ -141,8 +141,8 @@ def _home() -> Path:
 
 
 def hub_folder(repo_id: str, patterns: tuple[str, ...] = HUB_FILES) -> Path:
-    """Download a repository's files of these `patterns` to the Hugging Face cache; returns the folder. The default is
-    safetensors, configs and tokenizer, never pickles or code. Raises the errors of `resolve`."""
+    """Download the files of a hub repository that match `patterns` to the Hugging Face cache; returns the folder. By
+    default these are safetensors, configs and tokenizer, never pickles or code. Raises the errors of `resolve`."""
     from huggingface_hub import errors, snapshot_download
 
     try:

@@ -56,11 +56,12 @@ class Noise:
 
     @property
     def of_others(self) -> float:
-        """One exponentially distributed number (mean 1), shared by all tokens outside the target's top tokens. In the
-        race they count as one token, with the sum of their probabilities."""
+        """One exponentially distributed number (mean 1), shared by all tokens without a number of their own: those
+        outside the target's top tokens (`model/sampling/race.py`). In the race they count as one token, with the sum of
+        their probabilities."""
         return self.exponentials([OTHERS])[0]
 
     @property
     def uniform(self) -> float:
-        """A number in [0, 1). If the tokens outside the target's top tokens win the race, it selects one of them."""
+        """A number in [0, 1) that selects one of the tokens that share `of_others`, if they win the race."""
         return uniform(self.seed, SAMPLE, self.position)

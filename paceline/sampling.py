@@ -69,7 +69,7 @@ class SamplingParams:
     presence_penalty: Penalty = 0.0
     """Subtract once from the logit of each token already in the answer."""
     frequency_penalty: Penalty = 0.0
-    """Subtract once for each occurrence of the token in the answer."""
+    """Subtract from a token's logit once for each of its occurrences in the answer."""
     logit_bias: Bias | None = None
     """Added to the logits of these token ids; -inf forbids a token."""
     seed: Annotated[int, within("between 0 and 2**63 - 1", least=0, most=2**63 - 1)] | None = None
