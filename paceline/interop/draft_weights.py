@@ -65,9 +65,9 @@ class DraftWeights:
     from a folder, `commit_draft_weights` copies them into the running drafter."""
 
     _draft_folder: str | None = None
-    """Folder that was loaded last; None: the one of the start."""
+    """Folder of the weights that were loaded last; None if vLLM still uses those it was started with."""
     _draft_at_start: tuple[dict[str, Any], Shapes] | None = None
-    """Settings and shapes of the folder of the start, which may be deleted later."""
+    """(config, tensor shapes) of the folder that vLLM was started with, which may be deleted later."""
     _draft_staged: tuple[str, list[tuple[Tensor, Tensor]], list[tuple[nn.Module, nn.Module]]] | None = None
 
     def draft_weights_state(self) -> dict[str, Any]:
@@ -103,7 +103,8 @@ class DraftWeights:
 
     def commit_draft_weights(self) -> float | str:
         """Overwrite the running drafter's weights with those that `stage_draft_weights` has read. Returns the duration
-        in seconds, or an error message; after an error the weights may be overwritten in part."""
+        in seconds. Returns an error message if no weights have been read or copying fails; after a failed copy, some
+        weights may be overwritten."""
         if self._draft_staged is None:
             return "no weights have been read"
         began, (folder, tensors, packed) = time.perf_counter(), self._draft_staged
@@ -126,7 +127,8 @@ class DraftWeights:
 
 
 def obstacle(worker: Any) -> str | None:
-    """Returns why this vLLM worker cannot replace its drafter's weights, and what to change; None if it can."""
+    """Returns an error message if this vLLM worker cannot replace its drafter's weights: the reason, and what to
+    change. Returns None if it can."""
     import vllm  # pyright: ignore[reportMissingImports]
     from vllm.config import CompilationMode  # pyright: ignore[reportMissingImports]
 
@@ -151,8 +153,8 @@ def obstacle(worker: Any) -> str | None:
 
 def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
     """Reads a drafter's folder without its weights. Returns (config, {tensor name: shape}). The config is that of
-    config.json, without keys that do not affect the computation (FREE_KEYS). Raises OSError, ValueError or
-    SafetensorError if the folder is damaged."""
+    config.json, without keys that do not affect the computation (FREE_KEYS). Raises OSError, ValueError,
+    SafetensorError or another of FAULTS if the folder is damaged."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     index = folder / "model.safetensors.index.json"
     files = {file.name for file in folder.glob("*.safetensors")}
@@ -168,7 +170,7 @@ def described(folder: Path) -> tuple[dict[str, Any], Shapes]:
 
 
 def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens a nested config: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    """Flattens a nested config: {"a": {"b": 1}} becomes {"a.b": 1}. `prefix`: text put before every key."""
     values = dict[str, Any]()
     for name, value in config.items():
         values |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -258,7 +260,9 @@ def _text(error: BaseException) -> str:
 
 class DraftWeightsRoute:
     """ASGI middleware that adds the path /paceline/draft-weights to vLLM's HTTP server: GET returns the state of the
-    draft weights, POST replaces them. All other requests are passed on to vLLM."""
+    draft weights, POST replaces them. Only clients on the same machine that send the key PACELINE_ADMIN_KEY may use
+    this path. Requests for other paths are passed on to vLLM. Raises ConfigError if vLLM's environment has no
+    PACELINE_ADMIN_KEY."""
 
     def __init__(self, app: Any) -> None:
         self.app, self.key = app, os.environ.get(KEY, "")

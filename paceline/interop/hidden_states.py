@@ -75,9 +75,9 @@ class Copied:
 
 
 class HiddenStatesConnector(example.ExampleHiddenStatesConnector):
-    """KV connector that writes each request's hidden states to a file in `shared_storage_path`. Unlike vLLM's example
-    connector, it gives a file its final name only when the file is complete, writes no file outside the folder, and
-    also runs on a CPU."""
+    """KV connector that writes each request's hidden states to a safetensors file in `shared_storage_path`:
+    hidden_states [tokens, layers, hidden size] and token_ids [tokens]. Unlike vLLM's example connector, it gives a file
+    its final name only when the file is complete, writes no file outside the folder, and also runs on a CPU."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError if `shared_storage_path` is missing or cannot be written."""
