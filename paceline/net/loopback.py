@@ -6,8 +6,8 @@ import ipaddress
 
 
 def is_loopback(host: str, *names: str) -> bool:
-    """True if `host` is a loopback address, such as 127.0.0.1 or ::1. Also True if it is one of the host names
-    `names`."""
+    """True if `host` is a loopback address, such as 127.0.0.1 or ::1, or one of the host names `names`. The case of
+    `host` is ignored; `names` are in lower case."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

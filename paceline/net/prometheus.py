@@ -54,8 +54,8 @@ class Series:
 
 
 def read_series(text: str) -> Iterator[Series]:
-    """Yield the samples of a /metrics page. Lines that are not samples, and values that are negative, infinite or NaN,
-    are skipped."""
+    """Yield the samples of a /metrics page; metric names of llama.cpp are replaced by vLLM's. Lines that are not
+    samples, and values that are negative, infinite or NaN, are skipped."""
     for line in text.split("\n"):
         match = METRIC.fullmatch(line.strip())
         if not match or line.startswith("#"):
@@ -76,16 +76,16 @@ def _name(name: str) -> str:
 
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Read the metrics of a server's engines from the text of its /metrics page. Returns engine -> metric name ->
-    value; {} if the page has no metrics of vLLM, SGLang, llama.cpp or paceline.
+    value; {} if the page has no metrics of vLLM, SGLang, llama.cpp or paceline. Engines that only draft are left out.
 
     - Engine: the value of the samples' label `engine` or `dp_rank`; "" for a server without these labels.
-    - Value: the sum of the metric's samples. Samples that differ only in the rank (process of one engine) count once,
-      with the largest value. SGLang's acceptance lengths and rates (MEANS) are not summed: the value is the mean of the
-      samples above 0.
+    - Value: the sum of the metric's samples. Samples that differ only in the rank (number of a process of one engine)
+      count once, with the largest value. SGLang's acceptance lengths and rates (MEANS) are not summed: the value is the
+      mean of the samples above 0.
 
     `by`: names of labels, such as "position". Each value of such a label gives a further metric, named NAME{VALUE}.
-    `model`: the model to read; None if the page has only one. Raises ConfigError if the page does not have `model`, or
-    if `model` is None and the page has several models.
+    `model`: the model to read; None if the page has only one. Raises ConfigError if the page names its models and
+    `model` is not one of them, or if it names several and `model` is None.
     """
     series = [one for one in read_series(text) if not _is_skipped(one)]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):

@@ -35,8 +35,9 @@ class Refused(PacelineError):
 
 
 class Client:
-    """Sends requests to one HTTP server, and retries them while the server is down or busy. A request fails when the
-    server has answered no request at all for `patience_s` seconds. Threads may share a client."""
+    """Sends requests to one HTTP server, and retries them while the server is down or busy (status 408, 425, 429 or
+    5xx). A request fails when the server has given no other response to this client for `patience_s` seconds. Threads
+    may share a client."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
         """`url`: the server's address, with or without /v1. `option`: its option's name, for error messages. Raises
@@ -52,8 +53,9 @@ class Client:
         self._closed.set()
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request as `bytes` does, and return the parsed JSON of the response. Also raises Refused if the
-        response is not JSON."""
+        """Send a request with `body` as JSON (None: no body) and return the parsed JSON of the response. Raises Refused
+        if the server rejects the request, or if the response is not JSON or longer than MAX_JSON_BYTES. Raises
+        DownloadError if the server has been down or busy for `patience_s` seconds or the client was closed."""
         data = self.bytes(method, path, body, MAX_JSON_BYTES)
         try:
             return json.loads(data)
@@ -63,7 +65,7 @@ class Client:
     def bytes(self, method: str, path: str, body: Any, most: int) -> bytes:
         """Send a request with `body` as JSON (None: no body) and return the body of the response, at most `most` bytes.
         Raises Refused if the server rejects the request or the response is too long. Raises DownloadError if the server
-        has been down for `patience_s` seconds or the client was closed."""
+        has been down or busy for `patience_s` seconds or the client was closed."""
         data, pause_s = None if body is None else json.dumps(body).encode(), FIRST_PAUSE_S
         began = time.monotonic()
         while True:

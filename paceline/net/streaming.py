@@ -69,7 +69,8 @@ class Stream:
 
 
 class Client:
-    """An HTTP/1.1 client of one server. Threads may share it."""
+    """HTTP/1.1 client of one server, which records when each part of a response arrived (`Stream`). Reuses its
+    connections, unless it was created with keeps=False. Threads may share it."""
 
     def __init__(
         self,
@@ -121,8 +122,9 @@ class Client:
         return stream
 
     def post(self, path: str, body: bytes, due_s: float | None = None) -> Stream:
-        """Send a POST request with the JSON `body`, and wait for the whole response. `due_s` and errors: as in
-        `ask`."""
+        """Send a POST request with the JSON `body`, and wait for the whole response. Errors are reported in
+        `Stream.failure`. `due_s`: time for which the request was scheduled (time.perf_counter); it is only stored in
+        the result [default: now]."""
         return self.ask("POST", path, body, due_s)
 
     def close(self) -> None:
@@ -204,17 +206,19 @@ class Client:
 
 
 def served_name(client: Client, wanted: str | None) -> str:
-    """Return the name of the model to use on an OpenAI-compatible server; see `served_model`."""
+    """Return the name of the model to use on an OpenAI-compatible server: `wanted` or, if it is None, the first model
+    that the server lists. Raises DownloadError if the server does not answer, ModelNotFoundError if it does not list
+    `wanted`, and ConfigError if it rejects the API key, or lists no model and `wanted` is None."""
     return served_model(client, wanted)[0]
 
 
 def served_model(client: Client, wanted: str | None, option: str = "--served-name") -> tuple[str, str]:
-    """Return (name of the model to use on an OpenAI-compatible server, its owner by the server's list of models). The
-    name is `wanted` or, if it is None, the first one in the list. `option`: option that sets it, for error messages.
+    """Return (name of the model to use on an OpenAI-compatible server, its "owned_by" in the server's list of models).
+    The name is `wanted` or, if it is None, the first one in the list. `option`: command-line option for the name, for
+    error messages. If the server has no list of models, the result is (`wanted`, "").
 
-    Raises DownloadError if the server does not answer, ConfigError if the key is wrong, and ModelNotFoundError if the
-    list does not have `wanted`. If the server has no list, `wanted` is returned unchecked, with the owner "", and None
-    raises ConfigError."""
+    Raises DownloadError if the server does not answer, ModelNotFoundError if its list does not have `wanted`, and
+    ConfigError if it rejects the API key, or has no list and `wanted` is None."""
     try:
         reply = client.get("/v1/models")
     except OSError as error:
@@ -251,18 +255,21 @@ def _is_open(idle: socket.socket) -> bool:
 
 
 def without_secrets(url: str) -> str:
-    """Returns an address for messages: "***" replaces a user name with a password, and the values of a query."""
+    """Returns an address without its secrets, for messages: "***" replaces everything before an "@" (user name and
+    password) and everything after a "?" (query)."""
     text = re.sub(r"^(\w+://)?.*@", r"\1***@", url, flags=re.DOTALL)
     return re.sub(r"\?.*", "?***", text, flags=re.DOTALL)
 
 
 def reason_of(url: str, error: ValueError) -> str:
-    """Returns the reason, in parentheses, why an address is invalid; "" if it may quote a part of a password."""
+    """Returns the reason why an address is invalid, in parentheses, for an error message. Returns "" for an address
+    with an "@", because the reason may quote a part of its password. `error`: error from parsing the address."""
     return "" if "@" in url else f" ({error})"
 
 
 def error_text(body: bytes) -> str:
-    """Return the message of an error in OpenAI's format as one line, or the beginning of any other body."""
+    """Return the message of an error response as one line of at most 200 characters. If `body` is not an error in
+    OpenAI's format, return the body itself in this form; "no message" if there is no text."""
     text = body.decode("utf-8", "replace")
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         error = json.loads(text)["error"]
