@@ -77,7 +77,7 @@ class Probing:
 
 
 class Connection(H11Protocol):
-    """An HTTP connection that closes clients that send headers or read the response too slowly."""
+    """HTTP connection that is closed if the client sends its headers or reads its response too slowly."""
 
     def __init__(self, limits: ServeConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -173,7 +173,7 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Reject new requests and finish running ones, then exit."""
+        """Reject new requests, let running ones finish for at most `drain_seconds` (ServeConfig), then exit."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 

@@ -41,8 +41,8 @@ class ServeConfig:
     6 more if the result is uncertain, and later at most 2% of the requests go to drafters that seem slower); tag or
     header:NAME: the drafter named by the request's tag or header."""
     loaded_drafters: Annotated[int, at_least(2)] | None = None
-    """Most drafters in memory [default: all]. The one used longest ago is released when another is requested; that
-    request gets the first drafter, later ones their own. The first is never released."""
+    """Maximum number of drafters in memory [default: all]. When another one is requested, the one used longest ago is
+    released. That request gets the first drafter, later ones the requested drafter. The first is never released."""
     admin_keys: tuple[str, ...] = ()
     """Key for /admin. Without a key, /admin is open to this machine only, and closed if there are API keys. Also read
     from PACELINE_ADMIN_KEY."""
@@ -62,23 +62,22 @@ class ServeConfig:
     header_seconds: Positive = 15.0
     """Time limit for receiving a request's headers, in seconds, from the connection or the request's first byte."""
     write_seconds: Positive = 60.0
-    """Seconds without reading after which a client is disconnected."""
+    """Seconds after which a client that reads nothing of its response is disconnected."""
     max_prompt_tokens: Count | None = None
     """Longest prompt, in tokens [default: the size of a cache row]."""
     default_max_tokens: Count = 1024
     """Longest chat answer, in tokens, if the request sets no limit and the context has room for it."""
     max_n: Count = 8
-    """Most answers to one prompt."""
+    """Maximum number of answers to one prompt."""
     max_queue: Whole = 256
-    """Most answers waiting for a cache row; further requests get status 429."""
+    """Maximum number of answers waiting for a cache row; further requests get status 429."""
     deadline: Amount = 600.0
     """Time limit for a request, in seconds; 0 disables it."""
     drain_seconds: Amount = 30.0
     """Seconds that running answers may take after SIGTERM."""
     allow_lossy: bool = False
     """Allow requests with lossy rules, which change the model's output (docs/explanation/lossless.md). Their answers
-    are marked
-    lossless: false and never recorded as traces."""
+    are marked lossless: false and never recorded as traces."""
     max_tv: Share | None = None
     """Limit of the mean total variation of a lossy answer; at the limit, verification is lossless."""
     features: bool = False
@@ -92,8 +91,8 @@ class ServeConfig:
     """Hide accepted drafts and lengths of tokens from network listeners: streams send one token per chunk, padded to
     one size, at a steady rate (docs/explanation/side-channels.md)."""
     even_interval_s: Annotated[float, within("between 0.001 and 60", least=0.001, most=60)] | None = None
-    """With --even-chunks: seconds from chunk to chunk [default: the time per token within which nine of ten recent
-    answers stayed]."""
+    """With --even-chunks: seconds from chunk to chunk [default: measured, so that nine of ten recent answers took no
+    longer per token]."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -135,7 +134,7 @@ class ServeConfig:
 
 def check_name(name: str) -> None:
     """Raises ConfigError if a drafter cannot have this name. A valid name has up to 32 letters, digits, dots, hyphens
-    and underscores (NAME), and is not reserved (TAKEN)."""
+    and underscores, begins with a letter or digit (NAME), and is not reserved (TAKEN)."""
     if not NAME.fullmatch(name) or name.lower() in TAKEN:
         raise ConfigError(
             f"a drafter cannot be called {name!r:.80}: take up to 32 letters, digits and dots, not {', '.join(TAKEN)}"
@@ -154,7 +153,7 @@ class TraceConfig:
     redact: tuple[str, ...] = ()
     """Regular expression whose matches are removed from traces."""
     max_bytes: Bytes = 2**30
-    """Most disk space of all traces; the oldest are deleted."""
+    """Maximum disk space of all traces; beyond it the oldest are deleted."""
     max_days: Positive = 30.0
     """Delete traces older than this many days."""
 

@@ -1,7 +1,7 @@
 """Counts rounds and requests by drafter and request class, for Prometheus and the admin API.
 
-Labels never contain text from clients: request classes are digests, and the numbers of drafters and classes are
-bounded.
+Labels never contain text from clients: a tag in the name of a request class is replaced by a hash. The numbers of
+drafters and classes are bounded.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class DrafterCounts:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def finished(self, sequence: Sequence) -> None:
-        """Count a finished request under its drafter and request class. Requests with a lossy acceptance rule are not
-        counted."""
+        """Count a finished request under its drafter and request class. Requests that got no drafter, or have a lossy
+        acceptance rule, are not counted."""
         if sequence.drafter and not sequence.ledger:
             key = sequence.drafter, label(sequence.cluster or OTHER)
             self.requests[key if key in self.requests or len(self.requests) < MOST_PAIRS else (OTHER, OTHER)] += 1

@@ -94,19 +94,20 @@ class Trace:
     model: str | None = None
     """Name of the model that answered; None for the model that the writer was created with."""
     drafted: list[int] | None = None
-    """Drafted tokens of each round."""
+    """Number of drafted tokens in each round."""
     accepted: list[int] | None = None
-    """Accepted drafts of each round."""
+    """Number of accepted drafts in each round."""
     num_reused: int | None = None
     """Prompt tokens reused from the prefix cache."""
     drafter: str | None = None
     """Name of the drafter in the pool."""
     cluster: str | None = None
-    """Digest of the request class (`clusters.label`)."""
+    """Name of the request class; a client's tag in it is replaced by a hash (`clusters.label`)."""
     seconds: dict[str, float | None] = field(default_factory=dict)
     """Durations in seconds, by phase (queue, prefill, first_token, draft, verify, host, total)."""
     mark: str | None = None
-    """Last part of the trace's key, the same if the trace is imported twice; None makes the key unique."""
+    """Last part of the trace's key. A trace that may be imported again gets the same mark each time; None: a unique one
+    is generated."""
 
 
 class Lost(Exception):
@@ -172,11 +173,12 @@ class TraceWriter:
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
-        """Queue a request's traces, to be built and written in the writer's thread; returns True if they were queued.
-        Only a random share of the calls (`TraceConfig.sample`) is queued. Never raises.
+        """Queue a request's traces, to be built and written in the writer's thread. Returns True if they were queued.
+        Never raises. Only a random share of the calls (`TraceConfig.sample`) is used, all others return False.
 
-        `maker`: function that builds the traces. `wait`: if the queue is full, wait for room in it; False counts a lost
-        trace instead. `is_full`: True if the caller's own limit is reached: a lost trace is then counted too.
+        `maker`: function that builds the traces. `wait`: if the queue is full, True waits until it has room, False
+        drops the traces. `is_full`: True drops the traces, because a limit of the caller is reached. After `close`, all
+        traces are dropped. A drop is counted as one lost trace.
         """
         if self._random.random() >= self._config.sample:
             return False

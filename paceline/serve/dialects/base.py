@@ -36,10 +36,10 @@ class Part:
 
 
 class Translated(Exchange):
-    """A request to Anthropic's Messages or OpenAI's Responses API, which is answered as a chat. Converts the chat's
-    answer to that API's events. An answer is a sequence of parts, each a text or a tool call. A part has events for its
-    beginning, for each new text, and for its end. A request without streaming gets one response object, built from the
-    same events."""
+    """A request to Anthropic's Messages or OpenAI's Responses API. It is translated to a chat request, and this class
+    converts the chat's answer to the events of the client's API. An answer is a sequence of parts, each a text or a
+    tool call. A part has events for its beginning, for each new text, and for its end. A request without streaming gets
+    one response object, built from the same events."""
 
     end = b""
 
@@ -66,7 +66,8 @@ class Translated(Exchange):
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Fields of every response object and event: {"lossless": False} if the answer may not be lossless, else {}."""
+        """Fields added to every response object and event: {"lossless": False} if acceptance is mocked or the request
+        has a lossy acceptance rule, else {}."""
         return {"lossless": False} if "lossless" in self._head else {}
 
     @property
@@ -147,8 +148,9 @@ class Translated(Exchange):
 
     @abstractmethod
     def grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events for `text`, which was just added to the part: to its text, or to the arguments of its tool
-        call. `logprobs`: those of the new tokens in OpenAI's format; empty if not requested."""
+        """Yield the events for `text`, which was just added to `part`: to the text of a text part, or to the arguments
+        of a tool call. `logprobs`: those of the new tokens in OpenAI's format; empty for a tool call, or if not
+        requested."""
 
     @abstractmethod
     def closed(self, part: Part) -> Iterator[dict[str, Any]]:

@@ -185,7 +185,8 @@ def add_messages(app: FastAPI, worker: EngineWorker) -> None:
 
 def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
     """Convert a request to (chat request, names). `names`: field of the chat request -> field of the client's request,
-    for error messages. Raises RequestRefused for a missing field, and for fields that may not occur together."""
+    for error messages. Raises RequestRefused for an empty message, a missing field, and fields that may not occur
+    together."""
     messages = [("system", {"role": "system", "content": _text(body.system)})] if body.system else []
     for place, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{place}]")

@@ -25,7 +25,7 @@ tokenizer, grammar compilation."""
 
 
 class Clock:
-    """Measures the phases of one request in seconds; each `mark` ends a phase and starts the next."""
+    """Measures the phases of one request in seconds; each call of `mark` ends a phase and starts the next."""
 
     def __init__(self, scope: Scope | None = None) -> None:
         now = time.perf_counter()
@@ -42,7 +42,8 @@ class Clock:
         self._last_s = now
 
     def answered(self) -> None:
-        """Record the time of the first byte. Call it before sending, because the client may read the byte at once."""
+        """Record the time of the response's first byte. Call it before sending, because the client may read the byte at
+        once."""
         self._first_byte_s = time.perf_counter() - self.arrived_s
 
     def timings(self, sequences: Iterable[Sequence]) -> dict[str, float]:

@@ -50,8 +50,8 @@ class ApiError(Exception):
 
     @classmethod
     def failed(cls, error: Exception | None) -> ApiError:
-        """Return the response (status 500) for a request that failed in the engine. Only the message of a PacelineError
-        is sent to the client, because others may contain private data."""
+        """Return the response (status 500) for a request that failed in the engine. It has the message of `error` if
+        this is a PacelineError, else a fixed message, because messages of other errors may contain private data."""
         if isinstance(error, PacelineError):
             return cls(500, str(error), code="request_failed")
         return cls.known("request_failed")
@@ -97,7 +97,8 @@ class RequestRefused(ApiError):
 
 
 def dump(value: Any) -> bytes:
-    """Encode a value as JSON without spaces, in UTF-8; lone surrogates become escapes."""
+    """Encode a value as JSON without spaces, in UTF-8; lone surrogates become escapes. Raises ValueError for NaN and
+    infinities."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
         "utf-8", "backslashreplace"
     )

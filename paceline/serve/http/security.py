@@ -34,7 +34,8 @@ DISCARD_PAUSE_S = 2.0
 
 
 class Gate:
-    """ASGI middleware that passes a request on if its host, key and body are valid; else it sends an error response."""
+    """ASGI middleware that passes a request on if its Host header, API key and body are valid; else it sends an error
+    response. Paths under /admin/ have a key of their own; OPEN_PATHS and files of the web page need no key."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, refused: Callable[[str], None]) -> None:
         self._app, self._config, self._refused = app, config, refused
@@ -87,7 +88,8 @@ class Gate:
 
 
 class Body:
-    """A request's body: read completely within the limits, or discarded after an early error response."""
+    """Reads the body of one request into memory, within the limits of size and time, or discards it after an early
+    error response."""
 
     def __init__(self, receive: Receive, config: ServeConfig) -> None:
         self._receive, self._config = receive, config
@@ -147,8 +149,8 @@ async def _refuse(error: ApiError, path: str, body: Body, send: Send) -> None:
 
 
 def check_headers(headers: Headers, hosts: frozenset[str] | None) -> None:
-    """Raises RequestRefused for a body whose length is given in two ways, ApiError for a Host header that is not in
-    `hosts` (see `allowed_hosts`)."""
+    """Raises RequestRefused if a request has both Content-Length and Transfer-Encoding, ApiError if its Host header is
+    not in `hosts` (see `allowed_hosts`; None allows every host)."""
     if "transfer-encoding" in headers and "content-length" in headers:
         # Request smuggling: a proxy may see another end of the body and take the rest for a new request.
         message = "a request has either Content-Length or Transfer-Encoding: leave one out"

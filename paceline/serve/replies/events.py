@@ -197,8 +197,8 @@ class Exchange:
 
     async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield the chunks of the stream as JSON objects, in one list for each batch of events that arrived together.
-        If the stream is read by `even_stream`, each token has its own chunk, which is {} if there is no text to send
-        for it yet."""
+        The last list has the usage, metrics and timings, if requested. If the stream is read by `even_stream`, each
+        token has its own chunk, which is {} if there is no text to send for it yet."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         is_chat = self._head["object"] == "chat.completion"
@@ -334,7 +334,7 @@ def sse(value: dict[str, Any], name: str = "") -> bytes:
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
-    `receive`: the request's ASGI function."""
+    `receive`: ASGI function that returns the client's next message."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_hung_up(receive))
     try:

@@ -87,22 +87,24 @@ def asked_route(
     model: ModelInfo,
 ) -> Route | None:
     """Return the route that selects the request's drafter; None selects the default drafter. `drafter`: value of the
-    header x-paceline-drafter, which names the drafter. If it is missing, the server's setting `route` decides
-    (`route_of`). `tag`: value of the header x-paceline-tag, the client's label. Raises RequestRefused for an unknown
-    drafter."""
+    header x-paceline-drafter, which names the drafter; RequestRefused is raised for an unknown name. Without this
+    header, the server's setting `route` decides (`route_of`). `tag`: value of the header x-paceline-tag, the client's
+    label."""
     name = drafter and drafter.strip()
     return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 
 
 async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
-    """Return the number of prompt tokens of a chat."""
+    """Return the number of prompt tokens of a chat. Raises ApiError for an unknown model, and for messages that are
+    invalid or far longer than the context."""
     _, model = check_model(body.model, worker)
     return len(await asyncio.to_thread(chat_ids, body, model))
 
 
 async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
-    """Compile the grammar of one request's jobs, in a thread; returns copies of the jobs with it. `clock` measures the
-    compilation, and is stored in the jobs. Raises RequestRefused for an invalid grammar."""
+    """Compile the grammar of one request's jobs in a thread, and measure this with `clock`. Returns copies of the jobs
+    that contain `clock` and, if the request has a grammar, the compiled grammar. Raises RequestRefused for an invalid
+    grammar."""
     clock.mark("dispatch")
     jobs = await worker.compiled(jobs)
     clock.mark("grammar")

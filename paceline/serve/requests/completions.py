@@ -67,9 +67,10 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
 def completion_jobs(
     request: CompletionRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None
 ) -> tuple[list[Job], list[str]]:
-    """Convert a text completion request to jobs for the engine: `n` answers to each prompt, in the order of the
-    prompts. Also returns the text to put before each answer: with `echo` its prompt, else "". Call it in a thread,
-    because encoding is slow; `clock` measures it. Raises RequestRefused as `chat_jobs` does."""
+    """Convert a text completion request to (jobs for the engine, texts to put before the answers). There are `n` jobs
+    (answers) for each prompt, in the order of the prompts, and a text for each job: with `echo` its prompt, else "".
+    Call it in a thread, because encoding is slow; `clock` measures it. Raises RequestRefused for fields that are
+    invalid or contradict each other, and for values beyond this server's limits."""
     if request.suffix:
         raise RequestRefused("suffix is not supported: put it into the prompt", param="suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -154,9 +155,9 @@ def jobs_of(
 
 
 def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
-    """Return the request's sampling parameters. `logprobs`: number of most probable tokens to return at each position;
-    None for no log-probabilities. This number and top_k are limited to `vocab_size`. Raises RequestRefused for invalid
-    values."""
+    """Return the request's sampling parameters, without max_tokens and min_tokens, which `jobs_of` sets. `logprobs`:
+    number of most probable tokens to return at each position; None for no log-probabilities. This number and top_k are
+    limited to `vocab_size`. Raises RequestRefused for invalid values."""
     temperature = 1.0 if request.temperature is None else request.temperature
     is_greedy = temperature < MIN_TEMPERATURE or request.top_p == 0  # top_p always keeps the most likely token
     try:

@@ -20,7 +20,8 @@ GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guide
 
 def grammar_of(request: Sampling) -> tuple[str, GrammarSpec] | None:
     """Return (name of the request field with the grammar, grammar), or None for a request without a grammar. Raises
-    RequestRefused if several fields contain a grammar, or if the grammar is incomplete or invalid Unicode."""
+    RequestRefused if several fields contain a grammar, if a field does not contain exactly one complete grammar, or if
+    the grammar is not valid Unicode text."""
     specs = {
         "response_format": _format(request.response_format),
         "structured_outputs": _structured(request.structured_outputs),

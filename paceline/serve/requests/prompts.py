@@ -44,8 +44,8 @@ def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None)
 
 
 def prediction_ids(request: ChatRequest, model: ModelInfo) -> tuple[int, ...]:
-    """Return the token ids of the request's prediction (the answer that the client expects). Raises RequestRefused if
-    it is not text, or longer than the context."""
+    """Return the token ids of the request's prediction (the answer that the client expects), or () for a request
+    without a prediction. Raises RequestRefused if the prediction is not text, or longer than the context."""
     if request.prediction is None:
         return ()
     if request.prediction.content is None:
@@ -80,8 +80,8 @@ def encode_request(
     request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None
 ) -> list[int]:
     """Return the token ids of a request's conversation, rendered by the chat template. `clock` measures the template
-    and the tokenizer. Raises RequestRefused for invalid messages or tools, and for `reasoning_effort` or `documents`
-    that the template does not use."""
+    and the tokenizer. Raises RequestRefused for invalid messages or tools, for options that exclude each other, and for
+    `reasoning_effort` or `documents` that the template does not use."""
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
         value = getattr(request, name)
@@ -125,8 +125,8 @@ def _not_unicode(request: ChatRequest | TokenizeRequest, tools: list[dict[str, A
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
     """Return the token ids for a request to /tokenize. A `prompt` is encoded as in a text completion, `messages` as in
-    a chat. Raises RequestRefused unless the request has exactly one of the two, and for options that do not apply to
-    the one it has."""
+    a chat. Raises RequestRefused unless the request has exactly one of these two fields, and for options that apply
+    only to the other one."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestRefused("give either prompt or messages", param="prompt")
     if request.messages is None:
@@ -169,7 +169,7 @@ def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True
 
 
 def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
-    """Return the token ids. Raises RequestRefused, naming `field`, if one is not in the vocabulary."""
+    """Return `ids` unchanged. Raises RequestRefused, naming `field`, if one of them is not in the vocabulary."""
     wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
     if wrong is not None:
         raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}", param=field)

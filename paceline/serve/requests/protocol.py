@@ -180,7 +180,7 @@ class Sampling(Closed):
     seed: Int | None = Field(None, ge=-1, le=2**63 - 1)
     """The same seed gives the same text; without a seed, or with -1, each answer gets a random one."""
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    """Text or special tokens that end the answer."""
+    """One or several texts that end the answer, each a plain text or a special token."""
     stop_token_ids: list[Int] | None = Field(None, max_length=64, description="Tokens that end the answer.")
     max_tokens: Int | None = Field(None, ge=1)
     """Longest answer, in tokens [default: --default-max-tokens of the server for chats, 16 for text completions]."""
@@ -190,9 +190,10 @@ class Sampling(Closed):
     top_k: Int | None = Field(None, ge=-1, description="Keep this many of the most probable tokens; 0 and -1 keep all.")
     min_p: Float | None = Field(None, ge=0, le=1)
     """Keep tokens with at least min_p times the top probability."""
-    presence_penalty: Float | None = Field(None, ge=-100, le=100, description="Subtract once for tokens in the answer.")
+    presence_penalty: Float | None = Field(None, ge=-100, le=100)
+    """Subtracted once from the logit of each token that is in the answer so far."""
     frequency_penalty: Float | None = Field(None, ge=-100, le=100)
-    """Subtract once per occurrence in the answer."""
+    """Subtracted from the logit of each token once per occurrence in the answer so far."""
     repetition_penalty: Float | None = Field(None, ge=0.01, le=100)
     """Divide positive (multiply negative) logits of tokens in prompt or answer; 1 is off."""
     logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)

@@ -32,7 +32,8 @@ def route_of(
 
     - "tag": `tag` (the client's label) is the name of the drafter.
     - "header:NAME": the value of the header NAME is the name of the drafter.
-    - "auto": the router chooses by the request's classes, computed from `body` and `tag`.
+    - "auto": the router chooses by the classes of similar requests that this one belongs to, computed from `body` and
+      `tag`.
 
     Returns None, which selects the default drafter, if the label or header that should name it is missing.
     """

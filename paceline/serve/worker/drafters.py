@@ -45,8 +45,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 class Drafters:
-    """Lists, loads, drains and unloads drafters of the running server, and pins request classes to a drafter. Call it
-    in the event loop."""
+    """Lists, loads, drains and unloads drafters of the running server, and pins request classes to a drafter. Call its
+    methods in the event loop."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -76,11 +76,12 @@ class Drafters:
         return await self._call(lambda model: _sizes(memory_of(model.engine.pool.drafters, model.target)))
 
     async def clusters(self) -> list[dict[str, Any]]:
-        """Return an object per request class (group of similar requests); none without a router. It has these keys:
+        """Return an object per request class (group of similar requests); [] if no router chooses the drafters, as
+        without --route auto. The keys are:
 
         - cluster: name of the class;
         - label: the name, with a client's tag replaced by a hash;
-        - pinned: drafter that all requests of the class must use, or None;
+        - pinned: drafter that the class is pinned to (see `pin`), or None;
         - requests: number of requests in the class;
         - gains: drafter -> estimated tokens/s relative to plain decoding;
         - given: drafter -> number of requests routed to it.
@@ -88,10 +89,10 @@ class Drafters:
         return await self._call(_clusters)
 
     async def load(self, name: str, drafter: str) -> dict[str, Any]:
-        """Load a drafter (folder or hub id) under `name`; returns its entry in `table`. Running requests keep an
-        earlier drafter of this name, new ones get the new one. Raises ApiError if the drafter or its name is invalid,
-        if memory or room in the pool is lacking, if a trial request with the drafter fails, and while another drafter
-        is being loaded."""
+        """Load a drafter (folder, hub id or built-in name) and call it `name`; returns its entry in `table`. If a
+        drafter already has this name, running requests keep it and new ones get the loaded drafter. Raises ApiError if
+        the drafter or its name is invalid, if memory or room in the pool is lacking, if a trial request with the
+        drafter fails, and while another drafter is being loaded."""
         with _refusing():
             check_name(name)
         if self._busy:
@@ -141,9 +142,10 @@ class Drafters:
         return await self.table()
 
     async def pin(self, cluster: str, name: str | None) -> dict[str, Any]:
-        """Make all requests of a class (`cluster`) use the drafter `name`; None unpins the class. Returns its entry in
-        `clusters`. Raises ApiError for an unknown class or drafter, and if the server was not started with --route
-        auto."""
+        """Pin a request class to the drafter `name`: new requests of the class get this drafter, unless it is clearly
+        slower than plain decoding. None unpins the class. `cluster`: name or label of the class. Returns its entry in
+        `clusters`. Raises ApiError for an unknown class or drafter, and if no router chooses the drafters, as without
+        --route auto."""
 
         def pin(model: LLM) -> None:
             if name not in (None, NONE):

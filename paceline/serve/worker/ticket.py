@@ -37,7 +37,7 @@ class Event:
     chunk: Chunk
     """New text and tokens. Read `chunk.sequence`, which the engine modifies, only after `finish_reason` is set."""
     num_accepted: int
-    """Number of the new tokens, from the first, that are accepted drafts."""
+    """Number of the new tokens that count as accepted drafts: all but the last."""
     logprobs: list[TokenLogprob]
 
 
