@@ -61,13 +61,13 @@ THIS = "this"
 
 @dataclass(slots=True)
 class Setup:
-    """Inputs of a prediction: the cost model `costs` (seconds of a decode round by batch size, drafts and context),
-    model and machine. Also has sentences on the prediction's limits, and warnings."""
+    """Inputs of a prediction: the cost model `costs` (seconds of a decode round by batch size, drafts and context), the
+    model and the machine. `limits` and `warnings` are sentences to print with the prediction."""
 
     costs: StepCosts
     title: str
     kind: str
-    """Source of the costs: toy, roofline, measured or calibrated."""
+    """Source of the costs: toy, roofline, measured, calibrated, or own (step times of a replayed run)."""
     shape: ModelShape | None = None
     deployment: Deployment | None = None
     limits: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Setup:
     overhead: Overhead | None = None
     """Overhead that is included in every round of `costs`."""
     bare: StepCosts | None = None
-    """The costs without the overhead; None without an overhead."""
+    """The costs without the overhead; None if `overhead` is None."""
     assumed: str = ""
     """Sentence that lists the assumed default values (`simulate/assumed.py`)."""
 
@@ -156,7 +156,7 @@ def deployment_of(
     """Returns the machine, number formats, number of GPUs and expert locality that `config` sets. The other arguments
     are defaults for options that are not set: the machine `measured` (None: this computer), the number formats `known`,
     and the expert locality `locality` (0: each position selects its experts independently; 1: all positions of a
-    sequence share them)."""
+    sequence share them). Raises ConfigError for unknown or contradicting options."""
     number, name = catalogue.counted("--hardware", config.hardware or THIS)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")

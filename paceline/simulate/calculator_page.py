@@ -72,8 +72,8 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
     - formats: name -> number format;
     - measured_locality: expert locality fitted to measurements;
     - latency_s: seconds of latency of one all-reduce between GPUs;
-    - limits: sentences on a prediction's limits;
-    - measured, passage: see the functions of these names."""
+    - limits: templates of the sentences on a prediction's limits;
+    - measured, passage: results of `measured()` and `passage()`."""
     machines = {name: {**asdict(machine), "option": name} for name, machine in catalogue.machines().items()}
     if this_machine is not None:
         machines["this machine"] = {**asdict(this_machine), "option": "this"}

@@ -44,25 +44,26 @@ class CostsConfig:
     """bf16, fp8, ... for weights and experts, or by part: weights=fp8,experts=fp4,attention=bf16,kv=fp8."""
     expert_locality: Share | None = None
     """0: each position selects its experts independently; 1: all positions of a sequence share them; 0.255: measured
-    [default:
-    0; with a calibration, the value counted in the passes that it was fitted to]."""
+    [default: 0; with a calibration, the value counted in the passes that it was fitted to]."""
     per_layer: bool = False
-    """Take the larger of attention's arithmetic and reading for each kind of layer, not over all layers."""
+    """Compare attention's arithmetic with its reading, of which the longer counts, for each kind of layer instead of
+    for all layers together."""
     drafter_cost: Annotated[float, within("0 or more of a target pass, such as 0.1", least=0)] | None = None
     """A drafter pass, as a share of a plain target pass at the same batch [default: 0.1]."""
     drafter_params: Annotated[float, within("above 0, such as 0.98e9", above=0)] | None = None
     """Parameters of the drafter, such as 0.98e9: its cost comes from its own roofline, not from a share."""
     block: Count | None = None
-    """Drafts of one drafter pass, and the most of a round (7 for a DFlash drafter of block size 8, which counts the
-    anchor); without it, a pass drafts one token (MTP, EAGLE)."""
+    """Number of drafts that one drafter pass makes, and maximum number of drafts in a round; 7 for a DFlash drafter of
+    block size 8, which counts the anchor. Without it, a pass drafts one token (MTP, EAGLE)."""
     toy: bool = False
-    """Drafting and verifying cost nothing: the effect of acceptance alone."""
+    """Assume that drafting is free and that verifying takes as long as plain decoding: the effect of acceptance
+    alone."""
     table: Path | None = None
     """Measured step times (steps.json of bench steps, or its run folder), used instead of the roofline."""
     calibration: Path | None = None
     """A calibration.json: the roofline fitted to measured step times of a machine."""
     overhead_ms: Annotated[float, within("between 0 and 3.6e6 milliseconds", least=0, most=3.6e6)] | None = None
-    """Milliseconds of every round in addition to these costs: launches, scheduling, the host."""
+    """Milliseconds added to the predicted time of every round: launches, scheduling, the host."""
     plain_rate: Annotated[float, within("at least 0.001 tokens/s", least=1e-3)] | None = None
     """Measured tokens/s of plain decoding with one stream; the overhead of every round is derived from it."""
     server_log: Path | None = None
@@ -99,13 +100,13 @@ class PredictConfig:
     run of bench decode or evaluate, traces (a file or their folder), or a log or the metrics of vLLM, SGLang or
     llama.cpp (FILE:MODEL if they cover several models) [default: 0.8, with --tree that of the marginals]."""
     max_draft: DraftLength = 16
-    """Longest draft considered, at most that of --block or the one that was measured."""
+    """Longest draft considered; also limited by --block, and by the longest draft that was measured."""
     tree: str | None = None
-    """Also predict trees of this many drafts: 32, or 8,16,32; the best size is always reported, and best reports only
-    that."""
+    """Also predict draft trees of this many drafts: 32, or 8,16,32. The best size is always predicted too; "best"
+    predicts only the best size."""
     marginals: str | None = None
-    """With --tree, acceptance by rank of a slot's candidates: greedy or sampled, measured on GSM8K, or a bench decode
-    run with --speculate tree:32 [default: greedy]."""
+    """With --tree, chances that the candidates at a draft position are accepted, by rank: greedy or sampled, measured
+    on GSM8K, or a bench decode run with --speculate tree:32 [default: greedy]."""
     method: str | None = None
     """Method in the server command lines: dflash, dspark, mtp, eagle3, draft-model, ngram [default: dflash with
     --block, else mtp]."""
@@ -139,11 +140,11 @@ class ServingConfig:
     answer_tokens: str = "128"
     """Answer tokens of each request, in the same forms."""
     policy: tuple[str, ...] = ("off", "best", "adaptive")
-    """Draft lengths to compare: off, best (for the batch size), adaptive (as the engine), numbers, or tree:N with
-    --marginals."""
+    """Draft lengths to compare: off, best (for the batch size), adaptive (chosen as in the engine), a number of drafts,
+    or tree:N with --marginals."""
     marginals: str | None = None
-    """Marginals of a block drafter, as in simulate: greedy, sampled or a run. With them, adaptive also uses trees, and
-    chains have their acceptance."""
+    """Acceptance of a block drafter by draft position and candidate rank, as in simulate: greedy, sampled or a run. It
+    is used for all policies, and adaptive may then verify trees."""
     max_rows: Streams | None = None
     """Maximum batch size [default: 8, or that of the server of --against]."""
     prefill_chunk: Whole = 256
@@ -224,13 +225,13 @@ class AdviceConfig:
     streams: Streams | None = None
     """Requests that decode together [default: the number that the server of --url runs, else 1]."""
     context: Context = CONTEXT
-    """Tokens in the cache of each."""
+    """Tokens in the cache of each request."""
     traffic: Annotated[str | None, ("mixed", "application")] = None
     """Kind of traffic: mixed, or one application's requests with its own prompt or schema [default: unknown, with an
     interval that covers both]."""
     run: str | None = None
-    """Training run of this target on this traffic, whose acceptance length is used; none for published trainings
-    [default: the newest one in runs/ that has one]."""
+    """Folder of a training run of this target on this traffic, whose acceptance length is used; "none" for published
+    trainings [default: the newest run in runs/ that has an acceptance length]."""
     answers: Annotated[int, within("between 1 and 1e9", least=1, most=1e9)] | None = None
     """Answers available for training [default: counted in the traces]."""
     answer_tokens: Count | None = None

@@ -66,7 +66,8 @@ def check_amounts(record: Any) -> None:
 
 def built(kind: type[T], content: Any) -> T:
     """Builds a dataclass of type `kind` from a JSON object. Fields of type int may be written as floats, such as 43.0.
-    Raises TypeError or ValueError for other keys than its fields."""
+    Raises TypeError or ValueError if `content` is not an object, has an unknown key, or lacks a field without
+    default."""
     whole = {field.name for field in fields(kind) if str(field.type).startswith("int")}  # pyright: ignore[reportArgumentType]
     values = dict(content)
     for name in whole & values.keys():
@@ -76,8 +77,9 @@ def built(kind: type[T], content: Any) -> T:
 
 
 def record_of(kind: type[T], content: Any) -> T:
-    """Builds a dataclass of type `kind` from a JSON object; other keys than its fields are ignored. Raises ValueError
-    if an int or float field is not a finite number of 0 or more."""
+    """Builds a dataclass of type `kind` from a JSON object. Other keys than its fields are ignored; a field without a
+    key becomes None, not its default. Raises ValueError if an int or float field is not a finite number of 0 or more
+    (or None, if its annotation has None)."""
     values = content if isinstance(content, dict) else {}
     record = built(kind, {field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
     check_amounts(record)

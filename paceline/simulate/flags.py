@@ -17,7 +17,7 @@ METHODS, PLACEHOLDER = FLAGS["methods"], FLAGS["placeholder"]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Model, drafter and draft length to serve."""
+    """Model, drafter and draft length to serve. Raises ConfigError for an unknown method."""
 
     model: str
     method: str = "dflash"

@@ -51,8 +51,8 @@ LEAST_RATE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Decoding speed and acceptance in one interval of a server's log. Saved metrics have no intervals: their values
-    are means since the server's start."""
+    """Decoding speed and acceptance in one interval of a server's log. Saved metrics have no intervals: `running` is
+    then the number of requests when they were saved, and the other values are means since the server's start."""
 
     running: int
     """Number of requests that decoded together."""
@@ -95,8 +95,8 @@ def is_server_text(text: str) -> bool:
 
 def read_server(file: Path, model: str | None = None) -> Seen:
     """Reads a server's log, or the saved text of GET /metrics. Metrics of several models need the name of one: `model`,
-    or FILE:MODEL as `file`, which takes precedence. Raises ConfigError if the file cannot be read, or has no line of a
-    known form."""
+    or FILE:MODEL as `file`, which takes precedence. Raises ConfigError if the file cannot be read, is larger than 256
+    MiB (MOST_BYTES), or has no line of a known form."""
     path, name = with_name(str(file))
     file, model = Path(path), name or model
     with reraised(
@@ -110,7 +110,8 @@ def read_server(file: Path, model: str | None = None) -> Seen:
 
 def parse_server(text: str, name: str = "the text", model: str | None = None) -> Seen:
     """Parses the text of a log or of metrics. `name`: name of the text, for errors. `model`: selects one of several
-    models. Raises ConfigError if no line has a known form, or if there are several models and `model` is None."""
+    models in metrics. Raises ConfigError if no line has a known form, or if `model` is unknown, or None although there
+    are several."""
     lines = text.splitlines()
     if any(line.startswith(PREFIXES) for line in lines):
         return _metrics(text, name, model)

@@ -119,8 +119,8 @@ class Fitted:
 
 def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
     """Fits the parameters of the roofline cost model to the step times in `paths` (runs of `paceline bench steps`).
-    Model, machine and number formats in `config` replace those of the runs. Raises PacelineError for invalid or too few
-    times, or an unknown model or machine."""
+    Model, machine and number formats are those of the first run, unless `config` sets them. Raises PacelineError for
+    invalid or too few times, or an unknown model or machine."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
     known = precisions_of(files[0], shape.precisions)

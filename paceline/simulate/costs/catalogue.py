@@ -112,8 +112,8 @@ def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
 def find(model: str) -> ModelShape:
     """Returns a model's shape. `model`: a catalogue name (case and hub owner are ignored), a config.json or its folder,
     a JSON file with the fields of ModelShape, or a GGUF file. Raises ModelNotFoundError for an unknown name or a
-    missing file, UnsupportedModelError for a config without the necessary sizes, ModelFileError for a damaged GGUF
-    file."""
+    missing file, UnsupportedModelError for a model whose sizes are not public or not in its config, ModelFileError for
+    a damaged GGUF file."""
     path = Path(os.path.expanduser(model))
     is_folder = os.path.isdir(path)
     if path.suffix == ".json" or is_folder:

@@ -113,7 +113,7 @@ class ConfigReader:
         return self.family.startswith(tuple(KEYS["by_layer"]))
 
     def key_heads(self, layer: int) -> tuple[int, int]:
-        """Returns (number of key and value heads, size of a head) of a layer."""
+        """Returns (number of key heads, size of a head) of a layer. There are as many value heads as key heads."""
         kv_heads, head_dim = self.whole("num_key_value_heads", self.whole("num_attention_heads")), self.head_dim
         if not self.differs_by_layer or self.layer_kind(layer) != "full_attention":
             return kv_heads, head_dim
@@ -160,7 +160,7 @@ class ConfigReader:
     def layer_kind(self, layer: int) -> str:
         """Returns a layer's attention type: full_attention, sliding_attention or linear_attention. Without
         "layer_types" in the config, the type follows the pattern of the model's family. Raises UnsupportedModelError
-        for an unknown type."""
+        for an unknown type, or if "layer_types" does not list all layers."""
         kinds, num_layers = self.config.get("layer_types"), self.whole("num_hidden_layers")
         if self.differs_by_layer and layer == num_layers - 1:
             return "full_attention"
@@ -184,8 +184,8 @@ class ConfigReader:
         return "sliding_attention" if slides else "full_attention"
 
     def compress_ratio(self, layer: int) -> int:
-        """Returns how many tokens share one entry of a layer's compressed cache (DeepSeek V4); 0 if it is not
-        compressed. Raises UnsupportedModelError unless "compress_ratios" lists an integer for each layer."""
+        """Returns how many tokens share one entry of a layer's compressed cache (DeepSeek V4); 0 if the layer's cache
+        is not compressed. Raises UnsupportedModelError unless "compress_ratios" lists an integer for each layer."""
         values, num_layers = self.config.get("compress_ratios"), self.whole("num_hidden_layers")
         if (
             not isinstance(values, list)

@@ -31,7 +31,7 @@ class Overhead:
     source: str
     """Description of the source for readers."""
     token_s: float = 0.0
-    """Seconds added for each position of each sequence that the target's pass reads."""
+    """Seconds added for each position of each sequence in a target pass."""
 
 
 def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:

@@ -42,8 +42,7 @@ class Deployment:
     num_gpus: Count = 1
     """Number of tensor-parallel GPUs: arithmetic and bandwidth add up, each layer needs two all-reduces."""
     expert_locality: Share = 0.0
-    """Overlap of experts: 0: each position selects its experts independently; 1: all positions of a sequence use the
-    same."""
+    """0: each position selects its experts independently; 1: all positions of a sequence use the same experts."""
     per_layer: bool = False
     """True: compare attention's arithmetic with its reading for each group of layers. False: for all layers
     together."""
@@ -68,8 +67,8 @@ class Deployment:
 
 def distinct_experts(num_routed: int, per_token: int, batch: float, positions: float, locality: float = 0.0) -> float:
     """Returns the expected number of distinct routed experts that a pass reads in a layer: E * (1 - (1 - k/E)^(B * q^(1
-    - locality))), with E routed experts, k per token, B sequences and q positions of each. `locality`: 0: each position
-    selects its experts independently; 1: all positions of a sequence use the same."""
+    - locality))), with E routed experts, k per token, B sequences and q positions of each. With `locality` 0, each
+    position selects its experts independently; with 1, all positions of a sequence use the same."""
     tokens = batch * positions ** (1.0 - locality)
     return num_routed * (1.0 - (1.0 - per_token / num_routed) ** tokens)
 
@@ -174,8 +173,8 @@ class MemoryNeed:
 
 
 def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: int) -> MemoryNeed:
-    """Returns the bytes that the weights and the caches of `batch` sequences of `context` tokens need, and those of the
-    GPUs. Activations, the drafter and the engine's reserve are not counted."""
+    """Returns how many bytes the weights and the caches of `batch` sequences of `context` tokens need, and how much
+    memory the GPUs have. Activations, the drafter and the engine's reserve are not counted."""
     precisions = deployment.precisions
     weights = (shape.dense + shape.embedding) * num_bytes(precisions.weights)
     weights += shape.experts.resident * num_bytes(precisions.experts) if shape.experts else 0.0

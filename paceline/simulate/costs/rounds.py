@@ -89,7 +89,7 @@ class DraftFit:
     floor: float = 0.0
     """Minimum number of positions that a pass is charged for."""
     row_s: float = 0.0
-    """Seconds of each batch row."""
+    """Seconds that each batch row adds to the drafting of a round."""
     is_block: bool = True
     """True: one pass makes all drafts of a row; False: one pass for each draft."""
     max_draft: int = 0
@@ -138,7 +138,7 @@ class StepCosts:
     @property
     def max_draft(self) -> int | None:
         """Largest number of drafts per round whose times were measured; None for costs that are not a table of measured
-        times."""
+        times, and for a table without drafts."""
         return None
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
@@ -250,8 +250,8 @@ class TimeTable:
 
     @classmethod
     def of(cls, points: Sequence[Sequence[float]], what: str = "verify") -> TimeTable:
-        """Builds a table from [batch, width, seconds] points. Raises ConfigError for an invalid point, or without
-        points; `what` names the measurement in the message."""
+        """Builds a table from [batch, width, seconds] points; of equal sizes, the shortest time is used. Raises
+        ConfigError for an invalid point, or without points; `what` names the measurement in the message."""
         best: dict[float, dict[float, float]] = {}
         for batch, width, seconds in cls.points(points, what):
             row = best.setdefault(batch, {})
@@ -334,7 +334,7 @@ def read_table(path: Path) -> MeasuredCosts:
 
 
 def read_steps(path: Path) -> dict[str, Any]:
-    """Returns the content of a steps.json. Raises ConfigError if it cannot be read or has no list "verify"."""
+    """Returns the content of a steps.json or its folder. Raises ConfigError if it is unreadable or lacks "verify"."""
     file = path / "steps.json" if path.is_dir() else path
     steps = read_json(file, "paceline bench steps --out FOLDER makes one")
     if isinstance(steps, list):

@@ -70,8 +70,8 @@ def drafted(survival: Survival, luck: random.Random, count: int, has_confidence:
 
 
 def drafted_candidates(marginals: Marginals, luck: random.Random, count: int, num_candidates: int) -> Drafted:
-    """Draws the candidates of one row for a draft tree, and which of them the target generates: `num_candidates` for
-    each of `count` draft positions. `luck`: random generator.
+    """Draws `num_candidates` candidates for each of `count` draft positions of one row (at most the positions in
+    `marginals`), for a draft tree. Also draws which of them the target generates. `luck`: random generator.
 
     Each candidate gets a probability, and is the target's token with this probability. The probabilities vary randomly
     around the measured chances in `marginals` (by position and candidate rank)."""

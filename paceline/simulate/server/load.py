@@ -94,6 +94,7 @@ class LoadFigures:
     """Output tokens per second, from the start to the last token."""
     requests_per_s: float
     first_token: Spread
+    """Spread over requests of the time from arrival to the first token."""
     inter_token: Spread
     """Spread over answers of the mean time between tokens after the first."""
     total: Spread
@@ -112,7 +113,8 @@ class LoadFigures:
     capacity_per_s: float
     """Capacity: requests per second that the server finishes if its queue is never empty."""
     is_saturated: bool
-    """True if requests arrive faster than the capacity, so that queue and waiting times keep growing."""
+    """True if requests arrive at least as fast as the server can finish them, so that queue and waiting times keep
+    growing."""
 
     @property
     def load(self) -> str:

@@ -77,7 +77,8 @@ class Priced:
     name: str
     """Variant: plain, with drafts, or one more token."""
     requests_per_s: float
-    """Maximum request rate; 0 if not even a single request meets the limits."""
+    """Maximum request rate; 0 if even 1% (LEAST) of the server's capacity does not meet the limits. The latencies are
+    then those at 1%."""
     tokens_per_s: float
     per_thousand: float | None
     """Price of 1,000 answers; None without a price, or if the limits cannot be met."""
@@ -99,8 +100,9 @@ class Prices:
 
 def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, price: PriceConfig) -> Prices:
     """Finds by simulation the maximum request rate at which a server meets the response-time limits, at each batch
-    size. The variants are plain decoding, the best number of drafts, and a better drafter (one more accepted token per
-    round). Raises ConfigError for invalid limits or lengths, and for the toy model, whose costs are not in seconds."""
+    size; without limits, it is the server's capacity. The variants are plain decoding, the best number of drafts, and a
+    better drafter (one more accepted token per round). Raises ConfigError for invalid limits or lengths, and for the
+    toy model, whose costs are not in seconds."""
     limits = parse_slo(price.slo)
     if isinstance(costs, ToyCosts):
         raise ConfigError("a price needs costs in seconds, the toy model has none: leave --toy out")

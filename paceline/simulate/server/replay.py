@@ -53,9 +53,9 @@ class Recorded:
     """Totals over the rounds of all jobs."""
     own: Rounds
     """Totals over the rounds with drafts of the drafter itself; over all rounds if the run does not record the source
-    of drafts."""
+    of drafts. Prompt lookup counts as the drafter if there is no other."""
     lookup: Rounds = field(default_factory=Rounds)
-    """Totals over the rounds with prompt lookup drafts, if the server used these in addition to a drafter."""
+    """Totals over the rounds with drafts from prompt lookup or from a client's prediction."""
     steps: list[tuple[str, float, float, float]] = field(default_factory=list)
     """(kind, size, count, total seconds) of the engine's steps; empty if not recorded. Size is in positions for verify
     (target pass) and draft, in tokens for prefill, and 1 for step (a whole step)."""

@@ -196,7 +196,8 @@ class Outcome:
 
 
 class Simulation:
-    """Simulates one server and its clock, queue and batch rows. The server answers the requests `jobs`."""
+    """Simulates how one server answers the requests `jobs`: its clock, queue and batch rows. `run` returns the
+    result."""
 
     def __init__(self, case: Case, planner: Planner, jobs: Sequence[Job], concurrency: int | None = None) -> None:
         """`concurrency`: number of jobs in flight; their arrival times are then ignored. Raises ConfigError for
