@@ -175,8 +175,8 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
 
 def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
     """Checks that a seed makes answers repeatable. Each of `pairs` has the texts of two answers to the same prompt with
-    the same seed. The outcome is "passed" if the texts are equal in all pairs, "note" if in some. It is "not offered"
-    if they are equal in no pair, or if there are no pairs."""
+    the same seed. The outcome is "passed" if the two texts are equal in all pairs, and "note" if they are equal only in
+    some. It is "not offered" if they are equal in no pair, or if there are no pairs."""
     num_same = sum(one == other for one, other in pairs)
     figures = {"pairs": len(pairs), "same": num_same}
     if not pairs:
@@ -214,8 +214,8 @@ def stops(tried: Sequence[Stop]) -> Finding:
     """Checks that the server ends an answer right before a stop string. `tried`: answers that were requested with one.
 
     It is a fault if an answer contains the stop string. It is also a fault if an answer that ends right before the stop
-    string has another finish reason than "stop". An answer that differs from `Stop.whole` earlier is ignored, because
-    it need not reach the stop string."""
+    string has another finish reason than "stop". Other answers are ignored: they differ from `Stop.whole` before the
+    stop string, and need not reach it."""
     wrong, num_kept = [], 0
     for stop in tried:
         if stop.stop in stop.text:

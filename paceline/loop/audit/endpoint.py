@@ -57,9 +57,9 @@ class Request:
 
 @dataclass(slots=True)
 class Endpoint:
-    """Requests answers from one model on one server. Servers accept requests in different forms; `determine_form` finds
-    out the form of this one. It sets `kind` ("ids", "text" or "chat", the form of the prompts) and `extras` (fields
-    added to every request)."""
+    """Requests answers from one model on one server. Not every server accepts prompts as token ids, or all request
+    fields; `determine_form` finds out what this one accepts. It sets `kind` (how prompts are sent: as "ids", "text" or
+    "chat") and `extras` (fields added to every request)."""
 
     client: Client
     served_name: str
@@ -76,8 +76,9 @@ class Endpoint:
     """Errors of single requests."""
 
     def determine_form(self) -> None:
-        """Find out, with test requests, in which form the server accepts prompts and which request fields it supports.
-        Raises ConfigError if it accepts no form or rejects the API key, DownloadError if it does not answer."""
+        """Find out, with test requests, whether the server accepts prompts as token ids, text or chat messages, and
+        which request fields it supports. Raises ConfigError if it accepts none of these or rejects the API key,
+        DownloadError if it does not answer."""
         probe, refused = Request(0, 1.0, 1), ""
         for self.kind in KINDS:
             for self.extras in EXTRAS:

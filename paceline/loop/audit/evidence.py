@@ -53,14 +53,16 @@ class Scores:
     nll_T: Floats
     """-log of the token's probability under the request's distribution; inf if that is 0."""
     entropy_T: Floats
+    """Mean of the surprisal, -log of a token's probability, under the request's distribution."""
     variance_T: Floats
     """Variance of the surprisal, -log of a token's probability, under the request's distribution."""
     cgf_TL: Floats
-    """Cumulant generating function of the surprisal: log sum over tokens v of p(v) ** (1 - l), for each l of SLOPES.
-    Shape [T, L]."""
+    """Cumulant generating function of the surprisal: log sum over tokens v of p(v) ** (1 - l), for each l of the L
+    values in SLOPES. Shape [T, L]."""
     binary: dict[str, tuple[Floats, Floats]]
-    """Name of a binary statistic (`likeliest`, `rare`, `cut`) -> (1 if it is true for the token, else 0; probability
-    that it is true)."""
+    """Name of a binary statistic -> (1 if it is true for the token, else 0; probability that it is true). The
+    statistics: `likeliest` (the token is the most probable one), `rare` (its probability is below RARE) and, with
+    top-p, `cut` (it is in the last part of the nucleus)."""
     before_T: Floats
     """Total probability, before top-p, of all tokens that are more probable than this one by more than a rounding
     error."""
@@ -111,6 +113,7 @@ class Trial:
     positions: str
     """Tested token positions in the answers, such as "4-7", or "all"; "pairs" for the test of equal answers."""
     num_tokens: int
+    """Number of tested tokens; of pairs of answers in the test of equal answers."""
     expected: float
     """Mean of the statistic for an honest server; `seen` is its mean over the answers."""
     seen: float
@@ -118,7 +121,8 @@ class Trial:
     """Lower end of the 95% confidence interval of seen - expected."""
     high: float
     log_evidence: float
-    """log E: log likelihood ratio against an honest server."""
+    """Natural logarithm of E, the evidence of a fault: an honest server reaches a value of E with a probability of at
+    most 1 / E."""
     is_fault: bool = False
 
     @property
@@ -197,8 +201,8 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
     results are faults: `judged` does that.
 
     Three things are tested: the surprisal (-log p of a token), over all token positions and over ranges of them; how
-    often the most probable token and rare ones occur; how often answers are equal. `tolerance`: rounding error of the
-    mean surprisal, in nats."""
+    often the most probable token, rare tokens and, with top-p, those in the last part of the nucleus occur; how often
+    answers are equal. `tolerance`: rounding error of the mean surprisal, in nats."""
     draws = [draw for draw in group.draws if len(draw.tokens)]
     if not draws:
         return []

@@ -107,7 +107,8 @@ class Auditor:
 
     def scored(self, answers: Answers, temperature: float, top_p: float = 1.0) -> list[Draw]:
         """Compute how probable the tokens of these answers are under the local model, given their sampling settings.
-        Returns one `Draw` per answer with known tokens, sorted by prompt."""
+        Returns one `Draw` per answer with known tokens, sorted by prompt. At temperature 1 without top-p, also adds the
+        log-probabilities that the server reported to `logprobs`."""
         by_prompt: dict[int, list[ServerAnswer]] = defaultdict(list)
         for request, answer in answers:
             if answer is not None and answer.token_ids:
@@ -282,8 +283,9 @@ def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def stop_in(text: str) -> str | None:
-    """Chooses a stop string for an answer, so that the answer would end in its middle: up to five characters from
-    there. Returns None if they cannot be a stop string, for example because the answer also begins with them."""
+    """Chooses a stop string for an answer, which would end the answer about in its middle: up to five characters from
+    there, without surrounding white space. Returns None if these are fewer than two characters, contain an invalid one
+    (U+FFFD), or are also the first characters of the answer."""
     middle = text[len(text) // 2 :][:STOP_CHARACTERS].strip()
     return middle if len(middle) > 1 and "\ufffd" not in middle and text.index(middle) > 0 else None
 
