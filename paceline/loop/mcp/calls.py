@@ -42,7 +42,7 @@ class CallLog:
 
         Yields the call's `Ending`, in which the block sets the outcome. If the block raises, the outcome is "refused"
         for a PacelineError, and "failed" for another exception. `tool`: None for a request without the server's key.
-        Raises CacheError before the block is run if the log cannot be written.
+        Raises CacheError if the log cannot be written: before the block is run, or after it.
         """
         number, ending = uuid.uuid4().hex[:12], Ending()
         self._append({"call": number, "time": _now(), "tool": tool, "arguments": plain(arguments)})
