@@ -36,7 +36,8 @@ class RecordConfig:
     engine (neutral, as with vLLM's --generation-config vllm), none (unknown), or values such as
     temperature=0.6,top_p=0.95,top_k=20."""
     metrics_port: Annotated[int, within("between 1 and 65535", least=1, most=65535)] | None = None
-    """Serve the proxy's own Prometheus metrics at 127.0.0.1:PORT/metrics; /metrics of the proxy is the server's."""
+    """Serve the proxy's own Prometheus metrics at 127.0.0.1:PORT/metrics; the path /metrics of the proxy itself returns
+    the recorded server's."""
 
     def __post_init__(self) -> None:
         check(self)

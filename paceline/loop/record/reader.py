@@ -80,7 +80,8 @@ class Reader:
         Raises Lost (the request cannot be recorded) in these cases:
         - The request failed, or is for a model that is not recorded.
         - The request has unsupported fields.
-        - The tokens of a prompt cannot be determined."""
+        - The response is malformed, or the server declares that its speculation may have changed the answer.
+        - The tokens of a prompt cannot be determined, or token ids from the server do not fit the model's tokenizer."""
         body = exchange.request
         if self._names and body.get("model") not in self._names:
             raise Lost("model")

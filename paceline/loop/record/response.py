@@ -26,14 +26,15 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     is_parsed: bool = False
-    """True if the message has PARSED parts."""
+    """True if the server parsed some of the model's output into other fields than the text, such as tool calls. The
+    output itself is then unknown."""
     is_rendered: bool = True
-    """False if it has parts that no chat template writes."""
+    """False if a chat template cannot write one of these fields again."""
     reasoning: str = ""
     calls: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Place of a tool call -> its `id`, `name` and `arguments`."""
+    """Index of a tool call -> its `id`, `name` and `arguments`."""
     acceptance: Any = None
-    """The engine's acceptance report of this answer (`rounds.py`)."""
+    """The engine's report on drafted and accepted tokens of this answer, for `rounds_of`; None without one."""
 
     def message(self) -> dict[str, Any]:
         """Returns the answer as an assistant message in OpenAI's format."""

@@ -50,7 +50,8 @@ class Recorded:
     num_answers: int = 0
     """Number of traces with an answer; the others have only a prompt."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Number of dropped exchanges, by reason; `rounds` counts traces without the rounds that the server reported."""
+    """Reason -> number of requests or answers that were not recorded. One reason is different: "rounds" counts recorded
+    answers without their rounds, because the server's report on them was invalid."""
 
 
 class Recorder:

@@ -59,9 +59,10 @@ class _Request:
 
 
 def exchanges(path: Path, tokenizer: Tokenizer) -> Iterator[Exchange]:
-    """Yields requests with their answers from a log of `vllm serve`, in the order of the answers. Skips requests whose
-    text is truncated in the log, which is checked with the model's `tokenizer`. Raises PromptError naming a damaged
-    line, or if the log contains no requests or no answers."""
+    """Yields requests with their answers from a log of `vllm serve`, in the order of the answers. Skips requests for
+    several answers, those whose prompt is not in the log, and those whose text is truncated there, which is checked
+    with the model's `tokenizer`. Raises PromptError naming a damaged line, or if the log contains no requests or no
+    answers."""
     waiting: dict[str, _Request] = {}
     num_requests = num_answers = 0
     changed = path.stat().st_mtime
