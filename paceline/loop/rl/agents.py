@@ -88,8 +88,8 @@ Reward = Callable[[list[Trajectory]], list[float]]
 
 
 def by_code(function: Callable[[Any, Trajectory], float]) -> Reward:
-    """Makes a `Reward` (reward function of `AgentRollouts`) that calls `function(task, trajectory)` for each attempt.
-    The number that `function` returns is the attempt's reward."""
+    """Makes a `Reward` (reward function of `AgentRollouts`) that calls `function(task, trajectory)` for each attempt
+    whose agent raised no error. The number that `function` returns is the attempt's reward."""
     return lambda group: [float(function(each.task, each)) for each in group]
 
 

@@ -75,8 +75,9 @@ class Attempt:
     """Token ids of a prompt -> number of requests with it; the count is part of the next answer's seed."""
 
     def chain(self) -> list[Turn]:
-        """Returns the turns (requests of the agent) of the attempt's latest conversation, oldest first. A turn belongs
-        to it if the conversation's next prompt begins with the prompt and answer of this turn."""
+        """Returns the turns (requests of the agent) of the attempt's latest conversation, oldest first. The last one is
+        the attempt's latest turn. Each other turn belongs to the conversation because the prompt of the turn after it
+        begins with its prompt and answer."""
         chain = self.turns[-1:]
         for turn in reversed(self.turns[:-1]):
             if chain[0].prompt_ids[: len(turn.tokens)] == turn.tokens:

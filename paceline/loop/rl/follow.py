@@ -48,7 +48,8 @@ class FollowConfig(Checked):
     anchors: Count = 8
     """Number of draft blocks to train on per sample and step, at random positions."""
     documents: Count = 32
-    """Largest number of samples to train on, evenly spaced among the latest rollouts."""
+    """Largest number of samples to train on: the first of the latest batch of rollouts and every n-th after it. n is
+    max(1, samples // documents)."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-4))
     seed: Annotated[int, within("0 or more", least=0)] = 0

@@ -36,7 +36,7 @@ class JudgeConfig(Checked):
     """Address of an OpenAI endpoint, with or without /v1."""
     model: str
     rubric: str = "The better attempt solves the task; of two that do, the shorter is better."
-    """Criteria in a sentence."""
+    """Criteria of the judge, as one sentence."""
     tries: Count = 2
     """Maximum number of requests for one valid ranking; after that the run ends."""
     patience_minutes: Positive = 2.0
@@ -48,8 +48,8 @@ class JudgeConfig(Checked):
 class RelativeJudge:
     """Computes the rewards of the attempts at one task from a judge's rankings of them; a `Reward` for `AgentRollouts`.
 
-    The judge ranks the attempts in a random order, and in its reverse. An attempt's reward is the mean of its two
-    ranks, scaled so that 1 is the best and 0 the last.
+    The judge ranks the attempts twice, shown in a random order and in the reverse order. An attempt's reward is the
+    mean of its two ranks, scaled: 1 if it is the best in both rankings, 0 if it is the last in both.
     """
 
     def __init__(self, config: JudgeConfig, describe: Callable[[Any], str] = str) -> None:

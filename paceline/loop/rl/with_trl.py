@@ -51,9 +51,8 @@ def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
     """Returns the `rollout_func` for TRL's GRPOTrainer that runs an agent once per prompt. Each prompt is a task, as
     written by `task_rows`.
 
-    Adjacent equal prompts are attempts at the same task; their rewards are computed together, as one group. This
-    happens in the rollout function. GRPOTrainer also needs a reward function: pass `attempt_reward`, which returns
-    these rewards.
+    Adjacent equal prompts are attempts at the same task. The rollout function computes their rewards together, as one
+    group. GRPOTrainer also needs a reward function: pass `attempt_reward`, which returns the computed rewards.
     """
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
