@@ -18,8 +18,8 @@ MOST_NAMED = 12
 
 
 class Described(Protocol):
-    """The members of a dataset store that `card_of` reads. Used as the type of its parameter instead of `folder.Store`,
-    which implements it: `folder` imports this module, so this module cannot import `folder`."""
+    """Type of the dataset stores that `card_of` accepts: declares the members that it reads. `folder.Store` has these
+    members. It is not used as the type, because `folder` imports this module, which therefore cannot import it."""
 
     path: Path
     model: str

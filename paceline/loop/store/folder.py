@@ -127,9 +127,9 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Context manager for a change of the store; holds the store's lock. If an earlier change was killed, this
-        change is first completed or reverted. It is completed if all of its files and its line in versions.jsonl were
-        written.
+        """Context manager for a change of the store; holds the store's lock. If an earlier change was killed, the
+        earlier change is first completed, if all of its files and its line in versions.jsonl were written, or else
+        reverted.
 
         Yields the line in versions.jsonl of the earlier change if it was completed, else None. `doing`: description of
         the new change; other processes that find the store locked show it in their error message. Raises ConfigError if
@@ -355,8 +355,8 @@ class Store:
             append_lines(self.path / name, map(plain, lines), is_synced=True)
 
     def labels(self) -> list[dict[str, Any]]:
-        """Returns the labels of rows that were stored by `label`. Raises ConfigError on a damaged line of
-        labels.jsonl."""
+        """Returns all labels of rows in labels.jsonl, which `label` writes, oldest first. Raises ConfigError on a
+        damaged line."""
         return checked_lines(self.path / "labels.jsonl", {})
 
 

@@ -40,8 +40,9 @@ class Forgotten:
     cases: int = 0
     """Deleted test cases of eval suites made from the store."""
     source_rows: int = 0
+    """Deleted rows of source files; 0 without `in_sources`."""
     suites_gone: list[str] = field(default_factory=list)
-    """Eval suites that are missing; if they were moved or copied, those files are unchanged."""
+    """Files of eval suites that do not exist any more. If a file was moved, nothing was deleted from it."""
     suites_with_it: list[str] = field(default_factory=list)
     """Eval suites that may still contain matching text, in lines that are not UTF-8."""
     sources_with_it: list[str] = field(default_factory=list)
@@ -95,7 +96,8 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
 
 def renewed(path: Path, model: str, split: SplitConfig) -> Store:
     """Returns an empty store at `path`, as `Store.create` does. Deletes the content of an earlier store there, except
-    its list of deleted rows, which cannot be added again, and its list of eval suites.
+    its list of deleted rows, which cannot be added again, and its list of eval suites. If the folder has no store.json,
+    deletes the whole folder.
 
     Raises ConfigError if another process changes the store, or if its store.json cannot be read; CacheError if it
     cannot be written."""

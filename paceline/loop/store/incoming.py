@@ -75,7 +75,8 @@ def read_shard(file: Path) -> list[Row]:
 
 
 def readable_rows(file: Path) -> list[Row]:
-    """Reads as `read_shard`, but leaves out rows with a text that is not UTF-8, as adding them to a store does."""
+    """Reads a Parquet file of answers or traces as dicts with all columns of a store; missing columns are None. Leaves
+    out rows with a text that is not UTF-8. Raises PromptError if the file is damaged or another file."""
     return [row for row, is_damaged in _read(file) if not is_damaged]
 
 

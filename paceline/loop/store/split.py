@@ -37,8 +37,8 @@ class Groups:
 
 
 def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Returns, for each prompt (token ids), the first prompt of its conversation. In a conversation, each prompt begins
-    with the earlier ones. The first prompt is therefore the shortest of `prompts` that this prompt begins with."""
+    """Returns, for each prompt (token ids), the first prompt of its conversation: the shortest of `prompts` with which
+    the prompt begins. It may be the prompt itself. Each prompt of a conversation begins with the earlier ones."""
     first: dict[tuple[int, ...], tuple[int, ...]] = {}
     chain: list[tuple[int, ...]] = []
     for prompt in sorted(set(prompts)):  # a prompt sorts directly after its prefixes
