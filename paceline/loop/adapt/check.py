@@ -13,8 +13,9 @@ from paceline.loop.adapt.servers.counted_hours import missing, stored_hours
 
 
 def decide_once(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig) -> dict[str, Any]:
-    """Decides, from all stored traffic, what `paceline adapt` should do after the latest recorded hour. Carries nothing
-    out. Returns the log line of this hour as a dict: what the policy observed, and its decision (key "decision").
+    """Decides, from all stored traffic, which action `paceline adapt` should take after the latest recorded hour. Does
+    not execute the action. Returns the log line of this hour as a dict: what the policy observed, and its decision (key
+    "decision"). Raises ConfigError if the folder of traces does not exist.
 
     Further keys:
     - "hours": number of hours from the first recorded one to the latest; "with_traffic": how many of them have traffic.

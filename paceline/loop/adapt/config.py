@@ -24,15 +24,18 @@ class PolicyConfig:
     least_loss: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.05
     """Smallest drop of acceptance length that raises an alarm, as a share."""
     least_swing: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.15
-    """Smallest swing of acceptance length with the cluster mix that justifies a second drafter, as a share."""
+    """Smallest drop of acceptance length, from the hours with the best mix of clusters to those with the worst, that
+    justifies a second drafter, as a share."""
     least_customer: Share = 0.1
-    """Smallest share of all tokens of a tag that gets a drafter of its own because it is served badly."""
+    """Smallest share of all tokens at which a customer (all requests with one tag) may get a separate drafter because
+    its acceptance is low."""
     least_gap: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.25
-    """Smallest gap of such a tag's acceptance length to that of all other traffic, as a share."""
+    """Smallest share by which a customer's acceptance length must be below that of all other traffic for a separate
+    drafter."""
     hold_periods: Count = 1
     """Days that a drop must last before the policy acts."""
     early_periods: Count = 6
-    """Days that a drop must last until a whole week has been observed; longer than a weekend."""
+    """Days that a drop must last before the policy acts in the first week of traffic; longer than a weekend."""
     cool_down_days: Amount = 2.0
     """Days between the end of one training and the start of the next."""
     horizon_days: Positive = 7.0
@@ -56,9 +59,10 @@ class PriceConfig(Checked):
     serving_price: Amount = 1.0
     """Price of one serving hour of a core or GPU."""
     training_price: Amount = 1.0
-    """Price of one training hour; 0.2 means hardware that would otherwise be idle."""
+    """Price of one training hour of a core or GPU; less than the serving price for hardware that would otherwise be
+    idle, such as 0.2."""
     training_hours: Positive = 1.0
-    """Core- or GPU-hours of one training, until a training in this folder has been measured."""
+    """Core- or GPU-hours that one training is expected to take, until a real one has been measured."""
     round_ms: Positive = 20.0
     """Milliseconds of one round on your server."""
     units: Positive = 1.0
@@ -74,7 +78,7 @@ class ReplayConfig(Checked):
     scenario: Annotated[str, SCENARIOS] = "two-bases"
     """Synthetic traffic to replay."""
     policy: Annotated[str, POLICIES] = "seasonal"
-    """Policy: seasonal, or naive (retrain whenever the latest hours are below the earlier ones)."""
+    """Policy: seasonal, or naive (retrain whenever acceptance in the latest hours is lower than before)."""
     seeds: Count = 1
     """Number of repetitions, each with its own traffic."""
     first_seed: Annotated[int, within("0 or more", least=0)] = 0
@@ -84,7 +88,8 @@ class ReplayConfig(Checked):
     traces: Path | None = None
     """Folder of traces to replay instead of a scenario."""
     out: Path | None = None
-    """JSON Lines file for the hourly lines of the first repetition."""
+    """JSON Lines file to write: one line for each hour of the first repetition, with the policy's observations and
+    decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,8 @@ class StoreConfig:
     traces: Path
     """Folder of traces, written by paceline serve --traces or paceline record."""
     state: Path = Path("runs/adapt")
-    """Folder for the log, counted.jsonl, lineage.json, windows and trainings."""
+    """Folder for all that paceline adapt and paceline mcp write: logs, hourly sums (counted.jsonl), the history of
+    drafters (lineage.json), answers to train on (windows) and trainings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +112,13 @@ class CandidateConfig:
     incumbent: str = "default"
     """Drafter that serves now: a folder, default, or a hub id."""
     clusters: tuple[str, ...] = ()
-    """Cluster whose acceptance fell; of several, the candidate must gain on all together, and lose on none [default:
-    the one with the most traffic]."""
+    """Cluster (group of similar requests) whose acceptance fell. With several, the candidate must be faster on all of
+    them together, and must not lose too much on any of them [default: the one with the most traffic]."""
     tags: tuple[str, ...] = ()
     """Judge by all requests with this tag (x-paceline-tag) and no others, as for a drafter that serves only them."""
     tracked: tuple[str, ...] = ()
-    """Cluster that stays separate; all clusters that are not named so form one, "other" [default: every cluster stays
-    separate]."""
+    """Cluster that is judged separately; all clusters not named with this option are judged together, as "other"
+    [default: every cluster is judged separately]."""
     since: int = 0
     """First hour of the requests to judge by, counted from 1970."""
     ood: tuple[Path, ...] = ()
@@ -120,18 +126,20 @@ class CandidateConfig:
     temperature: float | None = None
     """Temperature of requests that name none [default: from the target's generation_config.json, else 1]."""
     requests: Count = 200
-    """Maximum number of requests that are scored per set."""
+    """Maximum number of requests that are scored in each set: the clusters whose acceptance fell, every other cluster,
+    and out-of-domain answers."""
     held_out_only: bool = False
     """Judge only by held-out prompts, which trainings never use."""
     least_requests: Annotated[int, within("at least 6", least=6)] = 20
-    """Minimum number of prompts of the fallen cluster for a verdict, and of another cluster to count; at least 6, as
-    fewer may all gain by chance."""
+    """Minimum number of prompts to compare drafters on. With fewer on the clusters whose acceptance fell, there is no
+    verdict; other sets with fewer are ignored. At least 6, as fewer may all gain by chance."""
     most_loss: Share = 0.02
-    """Loss of tokens/s on another cluster or on out-of-domain answers at which a candidate is refused, if the loss is
-    more than chance."""
+    """Loss of tokens/s on another cluster or on out-of-domain answers, as a share, at which a candidate is refused, if
+    chance does not explain the loss."""
     shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (1.0, 0.75, 0.5)
-    """Comma-separated weight shares of the candidate; one that loses too much on other traffic is tried again as a
-    blend of the incumbent's weights and this share of its own."""
+    """Comma-separated shares of the candidate's weights, judged in descending order: 1 is the candidate itself, 0.75 a
+    blend of 75% of its weights and 25% of the incumbent's. The next share is judged only if the one before it loses too
+    much on other traffic."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -149,7 +157,8 @@ class RetrainConfig:
     resumed."""
 
     general: tuple[Path, ...] = ()
-    """Folders of general answers that are trained on together with the window, so that they are not forgotten."""
+    """Folders of general answers. Trainings use them in addition to the recent traffic, so that the drafter does not
+    get worse on other text."""
     minutes: Positive = 30.0
     """Maximum minutes of training per candidate."""
     learning_rates: tuple[Annotated[float, within("above 0", above=0)], ...] = (2e-4,)
@@ -157,10 +166,11 @@ class RetrainConfig:
     train_threads: Count | None = None
     """CPU threads of a training [default: PyTorch's choice]."""
     window_hours: Count = 48
-    """Minimum hours of traffic, counted back from the decision, that a training uses."""
+    """Hours of traffic before the decision that a training uses; more if the alarm fired earlier."""
     train_command: str | None = None
-    """Shell command that trains a candidate, here or on a cluster, from PACELINE_WINDOW to PACELINE_OUT/drafter; exit
-    status 0 means trained [default: paceline train on this machine]."""
+    """Shell command that trains a candidate, on this machine or others, on the answers in the folder PACELINE_WINDOW.
+    It must write the drafter to PACELINE_OUT/drafter, and exit with status 0 [default: paceline train on this
+    machine]."""
     train_units: Positive | None = None
     """Cores or GPUs that a training keeps busy, for its cost [default: --train-threads, else this machine's cores]."""
     train_hours_budget: Positive | None = None
@@ -235,7 +245,7 @@ class DeployConfig:
     restart: str | None = None
     """Command that restarts one server with the drafter in PACELINE_DRAFTER."""
     publish: str | None = None
-    """Command that sends the drafter's tensors to a running vLLM that accepts them."""
+    """Command that sends the drafter's tensors to a running vLLM that has the route /start_draft_weight_update."""
     hot_swap: bool = False
     """Load a drafter's weights into a running vLLM that was started with paceline's worker extension."""
     draft_field: str | None = None

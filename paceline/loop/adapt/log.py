@@ -113,7 +113,8 @@ def is_event(line: Mapping[str, Any]) -> bool:
 
 
 def is_hour(line: Mapping[str, Any]) -> bool:
-    """True if a log line is a valid hour: with the state of each cluster, and the decision with its reasons."""
+    """True if a log line is a valid line of an hour, not of an event: it has the hour, the state of each cluster, and
+    the decision with its reasons."""
     seen, decision = line.get("seen"), line.get("decision")
     return (
         (type(line.get("hour")) is int and "event" not in line and isinstance(seen, dict))

@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
-    """Renders the daemon's log (lines from `AdaptLog.lines`) as an HTML page. Raises ConfigError if matplotlib is
+    """Renders the daemon's log (lines from `AdaptLog.shown`) as an HTML page. Raises ConfigError if matplotlib is
     missing."""
     hours = [line for line in lines if "seen" in line]
     done = [line for line in lines if "event" in line or line["decision"]["action"] not in IDLE]

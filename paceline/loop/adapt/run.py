@@ -62,8 +62,9 @@ def run(
 ) -> None:
     """Run the adaptation daemon (`paceline adapt watch`) until SIGTERM or Ctrl-C; `say` receives progress texts. Raises
     CacheError if the folder `store.state` cannot be written. Raises ConfigError if another daemon uses this folder, or
-    if the metrics port is in use. Also raises it if vLLM or SGLang servers are given and `candidate.incumbent` is not
-    the folder of their present drafter, to which a rollback must return."""
+    if the metrics port is in use. Also raises it if vLLM or SGLang servers are given, `watch.dry_run` is False and
+    `candidate.incumbent` is not a folder: it must be that of the servers' present drafter, to which a rollback
+    returns."""
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
     incumbent = Path(candidate.incumbent) if Path(candidate.incumbent).is_dir() else None

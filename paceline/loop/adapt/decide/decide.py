@@ -28,8 +28,8 @@ class Alarm:
     """Confirmed alarm about one cluster (group of similar requests), which calls for an action. It has one of two
     reasons:
     - The cluster's acceptance length has stayed below its usual value at this hour of the day and week.
-    - The clusters' shares of the traffic have changed for long. The alarm then names the cluster that would save the
-      most rounds if its acceptance length were as high as the best cluster's."""
+    - The clusters' shares of the traffic have changed, and the change has lasted. The alarm then names the cluster that
+      would save the most rounds if its acceptance length were as high as the best cluster's."""
 
     cluster: str
     loss: float
@@ -44,31 +44,34 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Cluster mix (each cluster's share of the traffic) at the end of an hour: whether it has changed for long, whether
-    it repeats daily or weekly, and how much the acceptance length of all traffic varies with it."""
+    """Cluster mix (each cluster's share of the traffic) at the end of an hour: whether it has changed lastingly,
+    whether it repeats daily or weekly, and how much the acceptance length of all traffic varies with it. If it does not
+    repeat, only `has_moved` is set."""
 
     has_moved: bool = False
-    """True if the mix has differed from its usual daily and weekly course for long enough."""
+    """True if the alarm about the mix is confirmed: the mix has differed from its usual daily and weekly course for the
+    days that PolicyConfig sets."""
     period: int | None = None
     """Hours after which the mix repeats; None if it does not."""
     swing: float = 0.0
     """Drop of acceptance from the mix's best hours to its worst, as a share."""
     weakest: str | None = None
-    """Cluster with low acceptance, whose changing share of the traffic causes the swing."""
+    """Cluster that would save the most rounds if its acceptance length were as high as the best cluster's. The fields
+    `tokens_per_round` (acceptance length) and `tokens_per_hour` are this cluster's."""
     tokens_per_round: float = 1.0
-    """Acceptance length of the weakest cluster."""
     tokens_per_hour: float = 0.0
     best: float = 1.0
-    """Acceptance length of the best cluster."""
+    """Highest acceptance length of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Customer:
     """Acceptance length of one customer, compared with the rest of the traffic. A customer is the sender of all
-    requests with one tag. A badly served customer may get a separate drafter. The policy leaves a customer out while an
-    alarm about it is active, or while its usual acceptance length is unknown."""
+    requests with one tag; if its acceptance is low, it may get a separate drafter. The policy creates no `Customer`
+    while an alarm about this tag is active, or while the tag's usual acceptance length is unknown."""
 
     cluster: str
+    """The tag."""
     share: float
     """Share of all tokens."""
     gap: float
@@ -127,8 +130,8 @@ def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, bef
 
 
 def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
-    """Chooses the policy's action for this hour. Returns it with its reason, and with the reasons against other
-    actions. Carries nothing out. The actions are:
+    """Chooses the policy's action for this hour, but does not execute it. Returns the action with its reason, and the
+    reasons against other actions. The actions are:
     - "score": measure the other drafters on the server on a cluster's stored requests.
     - "route": send a cluster's requests to one of these drafters.
     - "propose": train an additional drafter for one cluster.

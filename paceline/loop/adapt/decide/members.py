@@ -58,8 +58,8 @@ def scores(
     times the ratio of acceptance lengths that the gate measured (other drafter / serving drafter).
 
     Returns {drafter's name: acceptance length} of the drafters that passed the gate; {} if the server has no other
-    drafter or cannot route the cluster. Returns None if the server does not answer, or if the gate must run first,
-    because `scored` is missing or older than the alarm.
+    drafter, cannot route the cluster, or has not loaded the drafter that serves it. Returns None if the server does not
+    answer, or if the gate must run first, because `scored` is missing or older than the alarm.
 
     - `current`: present acceptance length of the serving drafter.
     - `scored`: latest results of the gate, {"hour": hour of the comparison, "members": {drafter's name: verdict as

@@ -42,7 +42,8 @@ class Line:
     """Observations and decision of the policy for one hour. `seen` has the observations of each cluster (group of
     similar requests), by cluster name: its requests, tokens, acceptance length and alarm state in this hour.
 
-    `mix`: three values about the cluster mix (each cluster's share of the traffic):
+    `mix`: three values about the cluster mix (each cluster's share of the traffic), or {} from NaivePolicy and for an
+    ignored hour:
     - "state": state of the alarm about the mix: "learning", "calm", "raised" or "held" (confirmed).
     - "period": hours after which the mix repeats, 24 or 168; None if it does not repeat.
     - "swing": relative drop of acceptance length from the hours with the best mix to those with the worst."""
@@ -53,7 +54,8 @@ class Line:
     decision: Decision
     notes: tuple[str, ...] = ()
     raised: tuple[tuple[str, int], ...] = ()
-    """(series name, hour in which the alarm fired) of each alarm that was confirmed in this hour."""
+    """(cluster, or "mix" for the cluster mix; hour in which the alarm fired) of each alarm that was confirmed in this
+    hour. NaivePolicy confirms alarms at once, under the name "all"."""
 
 
 @dataclass(slots=True)

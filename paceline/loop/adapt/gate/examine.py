@@ -73,7 +73,8 @@ def examine(
     judged in its place: averages of its weights and the incumbent's, written next to it. `config.shares` lists the
     weight of the candidate in each blend.
 
-    Raises ConfigError if `traces` has no usable requests, and the errors of loading the target `engine.model`."""
+    Raises ConfigError if `traces` has no usable requests, or none with a cluster or tag that `config` names. Raises the
+    errors of loading the target `engine.model` and the incumbent."""
     usual, source = usual_settings(engine.model, config.temperature)
     requests, left_out = read_requests(
         traces, since=config.since, usual=usual, tags=config.tags, tracked=config.tracked

@@ -156,8 +156,8 @@ def worst_of(gains: Mapping[str, Gain], config: CandidateConfig) -> str | None:
 
 
 def lost_elsewhere(gains: Mapping[str, Gain], config: CandidateConfig) -> Verdict | None:
-    """Returns a verdict that refuses the candidate if it loses too much on a set other than "drifted", by the rules of
-    `worst_of`; else None."""
+    """Returns a verdict that refuses the candidate if it loses at least the share `config.most_loss` of tokens/s on a
+    set other than "drifted", and chance does not explain the loss; else None."""
     if (worst := worst_of(gains, config)) is None:
         return None
     why = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"

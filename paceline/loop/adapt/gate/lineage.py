@@ -49,8 +49,9 @@ class Lineage:
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
-        """Add entries for several drafters in one write. Each dict has the keys "drafter", "parents" and "state", and
-        further JSON fields, as described in `add`. Raises the same errors."""
+        """Add entries for several drafters in one write. Each dict has the keys "drafter" (folder), "parents", "state"
+        and further JSON fields, as described in `add`. Raises CacheError if lineage.json cannot be written, ConfigError
+        if it is damaged."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         new = [{"weights": weights_hash(Path(drafter["drafter"])), "when": when, **drafter} for drafter in drafters]
         self._write([*self.entries(), *plain(new)])

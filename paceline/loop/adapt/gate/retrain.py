@@ -51,7 +51,7 @@ class Window:
     sha256: str
     """Hash of the keys of the window's requests."""
     tracked: tuple[str, ...] = ()
-    """Clusters that "other" leaves out; empty if every cluster is separate."""
+    """Clusters that are separate; all further clusters form one, named "other". Empty if every cluster is separate."""
 
 
 def write_window(
@@ -232,8 +232,8 @@ def polite() -> list[str]:
 
 
 class Output:
-    """Output of a background command: the files of its stdout and stderr, and a lock file that is locked while it runs.
-    It can be read even if another process started the command."""
+    """Reads the output of a background command from the files of its stdout and stderr. A third file is locked while
+    the command runs. Another process may have started the command."""
 
     def __init__(self, output: Path) -> None:
         """`output`: path of the files, without suffix."""
@@ -258,8 +258,8 @@ class Output:
 
 
 class Job(Output):
-    """A background command that writes its output to files. It continues if this process is killed. A new job with the
-    same output files then waits for it to end before it starts its own command."""
+    """A background command that writes its output to files. The command continues if this process is killed. A new job
+    with the same output files does not start its own command before the earlier command has ended."""
 
     def __init__(self, command: list[str], output: Path) -> None:
         """Start the command, or wait if a job of the same output still runs, which a killed daemon left. Raises

@@ -107,8 +107,9 @@ class Scorer:
         Returns the results in the order of `requests`. Raises ConfigError in three cases:
         - A request is longer than the KV cache.
         - A request has tokens outside the target's vocabulary.
-        - The drafter cannot be scored on a sampled (not greedy) answer. A drafter other than DFlash needs the seed of
-          the answer, and a verification rule that does not compare probabilities."""
+        - The drafter is not a DFlash drafter, and its drafts are sampled and would be judged by their probabilities.
+          Drafts are sampled if the answer is not greedy and its client gave no seed. The rules `rejection` and `block`
+          always judge them by probabilities, `auto` only if the answer's random numbers are unknown."""
         scored: list[Scored] = []
         size = self._target.cache.num_rows
         for begin in range(0, len(requests), size):

@@ -37,9 +37,10 @@ class Canary:
     known: dict[str, str] | None = None
     """Name -> drafter, for the drafters on the server that the daemon knows. None: not read yet."""
     readings: deque[tuple[float, Counts]] = field(default_factory=lambda: deque(maxlen=MOST_READINGS))
+    """(time in seconds since 1970, counters) of the latest calls of `look`: the baseline of the next trial."""
     before: dict[str, float] = field(default_factory=dict)
-    """Acceptance lengths before the latest probation, if its drafter was rolled back (`Stage.before`): the standard
-    until there are readings of the time since."""
+    """Acceptance lengths before the latest trial, if its drafter was rolled back: by cluster, and of the whole server
+    (""). If a user loads a drafter before new values are known, it is compared with these."""
     before_variances: dict[str, float] = field(default_factory=dict)
 
     def read(self, now: float) -> Counts:
@@ -143,8 +144,9 @@ class Canary:
         """Judge the drafter on trial (probation) at `now`, in seconds since 1970. Returns None while the trial
         continues, else (result, reason as text). Changes nothing on the server; the caller acts on the result:
         - "kept": keep the drafter.
-        - "rolled back": roll it back, because the server is worse than before.
-        - "unproven": roll it back, because it could not be judged.
+        - "rolled back": roll it back, because its server is worse than before, or than the other servers.
+        - "unproven": roll it back, because it could not be judged: the server is unhealthy, the stage's cluster is no
+          longer routed to the drafter, or the traffic was too little.
         - "gone": the drafter has left the server, so there is nothing to roll back.
 
         If the traffic was too little to judge the drafter, the result is "kept" if a user loaded it by hand or
@@ -182,8 +184,8 @@ class Canary:
         self.before, self.before_variances = {}, {}
 
     def roll_back(self, stage: Stage) -> None:
-        """Restore the drafters and routes that the servers had before the swap of `stage`. If a user has loaded another
-        drafter meanwhile, the next `look` finds it."""
+        """Restore the drafters and routes that the servers had before the swap of `stage`. A drafter that a user has
+        loaded under another name meanwhile stays; the next `look` begins a trial of it."""
         self.deployment.roll_back()
         self.readings.clear()  # they reach into the probation
         self.before, self.before_variances = stage.before, stage.before_variances

@@ -50,9 +50,9 @@ def fall(
 
 
 def variance_of_readings(sums: Sums, requests: float) -> float:
-    """Squared standard error of the log of an acceptance length from a server's counters. These show only the sums of
-    all requests between two readings. `sums`: sums over the intervals between readings; each interval counts as one
-    request. `requests`: number of requests that ended in all intervals together."""
+    """Squared standard error of the log of an acceptance length that was computed from a server's counters. Counters
+    give only totals over all requests between two readings, so each interval between readings counts as one request in
+    `sums`. `requests`: number of requests that ended in all intervals together."""
     return sums.log_variance_of(max(requests / max(sums.requests, 1), 1.0))
 
 

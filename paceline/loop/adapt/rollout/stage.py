@@ -98,8 +98,8 @@ class Stage:
     """Counter values of the other servers at the start of a canary's probation, and at the latest reading; `counted`
     and `seen` are then the canary's. Empty if there is one server."""
     sums: list[list[float]] = field(default_factory=list)
-    """Sums of tokens and rounds between the readings of the probation, each one request, in the order of the fields of
-    Sums: of the server, or of the canary and of the others."""
+    """Sums over the probation, each as a list of the fields of Sums: one for the only server, or two, for the canary
+    and for all others together. Each interval between two readings of the counters counts as one request."""
     served: str = ""
     """Folder or model name that the server reports for the drafter on probation; "" if it reports neither."""
     drafts: float | None = None
@@ -107,13 +107,14 @@ class Stage:
     undo: list[list[str | None]] = field(default_factory=list)
     """Changes of the server to undo; a copy of `Deployment.undo`."""
     why: str = ""
-    """Reason of the choice in swap and probation; reason of the rollback in undo."""
+    """Reason for the current step: why the drafter was chosen, or in the step "undo", why it is rolled back."""
     ending: str = ""
-    """State that the drafter gets in lineage.json after `undo`: "refused", "rolled back" or "unproven"; for "failed" it
-    gets "passed"."""
+    """Outcome after the step "undo": "refused", "rolled back", "unproven", or "failed" if the swap failed for another
+    reason than the drafter. It becomes the drafter's state in lineage.json, with "passed" in place of "failed", and for
+    the kind "route" with "routed back" in place of "rolled back"."""
     pending: list[dict[str, Any]] = field(default_factory=list)
-    """Updates of lineage.json that are not written yet, oldest first: arguments of `Lineage.add` if they have parents,
-    else of `Lineage.mark`."""
+    """Updates of lineage.json that are not written yet, oldest first. Each is a dict of arguments: of `Lineage.add` if
+    it has the key "parents", else of `Lineage.mark`."""
     num_tries: int = 0
     """Consecutive tries without an answer."""
     wait_until: float = 0.0
@@ -181,8 +182,7 @@ class Stage:
         `begin_probation` unchanged.
 
         `counts`: sum of all servers' counters. `apart`: None with one server. With several servers it is stored in
-        place of `counts`: (counters of the first server, which has the new drafter; sum of the other servers'
-        counters)."""
+        place of `counts`: (counters of the server that has the new drafter; sum of the other servers' counters)."""
         self.name, self.began, self.skew = "probation", now, 0.0
         self.counted = self.seen = list(astuple(apart[0] if apart else counts))
         self.others = self.others_seen = list(astuple(apart[1])) if apart else []
@@ -207,10 +207,11 @@ class Stage:
         self.sums = [list(astuple(each + gain)) for each, gain in zip(sums, gains, strict=True)]
 
     def rounds(self, drafts: float | None) -> float:
-        """Returns the number of rounds since the start of the trial period that say something about the new drafter:
+        """Returns the number of rounds since the start of the trial period by which the new drafter can be judged:
         - If the server counts rounds by drafter: those of this stage's drafter.
         - Otherwise, with one server: all its rounds.
-        - Otherwise, with several servers: the rounds of the first one, or of all others together if these are fewer.
+        - Otherwise, with several servers: the rounds of the server that has the new drafter, or of all others together
+          if these are fewer.
 
         `drafts`: total rounds in which this stage's drafter has drafted; None if the server does not count rounds by
         drafter."""
@@ -224,15 +225,15 @@ class Stage:
         return [Counts(*(now - then for now, then in zip(*pair, strict=True))) for pair in pairs]
 
     def look_apart(self, apart: tuple[Counts, Counts]) -> None:
-        """Store a reading of several servers' counters during a trial period. `apart`: (counters of the first server,
-        which has the new drafter; sum of the other servers' counters)."""
+        """Store a reading of several servers' counters during a trial period. `apart`: (counters of the server that has
+        the new drafter; sum of the other servers' counters)."""
         self._add_readings((self.seen, apart[0]), (self.others_seen, apart[1]))
         self.seen, self.others_seen = (list(astuple(counts)) for counts in apart)
 
     def fault_of_canary(self, config: WatchConfig) -> str | None:
-        """Tests if the first server, which has the new drafter, does worse than the other servers in the trial period.
-        Returns a message if it has clearly more failures or a clearly lower acceptance length; else None. `config` sets
-        the limits."""
+        """Tests if the server that has the new drafter does worse than the other servers in the trial period. Returns a
+        message if it has clearly more failures or a clearly lower acceptance length; else None. `config` sets the
+        limits."""
         canary, others = self._gains()
         where = "on the other servers"
         before, now = (Failures(each.errors, each.requests) for each in (others, canary))

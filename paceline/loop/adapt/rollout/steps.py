@@ -59,12 +59,13 @@ class Steps:
     """Next hour to decide."""
     _canary: Canary | None = field(init=False, default=None)
     _counted: CountedHours | None = field(init=False, default=None)
-    """Hours of servers whose rounds are not traced."""
+    """Computes hourly sums for servers whose traces contain no rounds; else None."""
     _is_unsaved: bool = field(init=False, default=False)
     _earlier: list[Counts] = field(init=False, default_factory=list)
-    """Counts before restarts, as last saved."""
+    """Counts before the latest restart of each server, as last saved in state.json."""
     _scored: dict[str, Any] = field(init=False, default_factory=dict)
-    """Cluster -> hour of the latest scoring of the other drafters, and the verdicts that passed."""
+    """Cluster -> latest results of a stage of the kind "score": {"hour": hour of the comparison, "members": {name of a
+    drafter that passed: verdict as JSON}}."""
 
     def _event(self, hour: int, event: str, **figures: Any) -> None:
         line = event_line(hour, event, **figures)

@@ -77,8 +77,8 @@ class Deployment(ABC):
         drafter of this name, which `roll_back` restores; None if the name was unused."""
 
     def resume(self, undo: list[list[str | None]]) -> None:
-        """Take over the changes of an earlier daemon, which may have been killed during one of them. `undo`: its field
-        `undo`, as saved."""
+        """Take over the changes of an earlier daemon, which may have been killed during one of them. `undo`: the
+        attribute `undo` of the earlier daemon's deployment, as it was saved."""
         self.undo = undo
 
     def keep(self) -> None:

@@ -75,7 +75,8 @@ class Series:
     raised_at: int | None = None
     held_at: int | None = None
     loss: float = 0.0
-    """Mean drop below the season in the hours that the latest verdict on an alarm is about, as a share."""
+    """Mean drop below the usual course, as a share, in the hours by which the alarm was last checked; 0 without an
+    alarm."""
     z: float = 0.0
     """Latest residual in standard deviations, for the log."""
     expected: float | None = None
@@ -86,20 +87,22 @@ class Series:
     correlation: float = 0.0
     """Autocorrelation of residuals at lag one hour; 0 to MOST_CORRELATION."""
     evidence: list[Residual] = field(default_factory=list)
+    """One entry for each hour with traffic since the alarm fired."""
     _detectors: list[Any] = field(default_factory=list)
     _level_residuals: list[float] | None = None
-    """Residuals since another drafter took over, until a day of them gives the new level."""
+    """Residuals of the hours since `change_drafter`, until a day of them gives the new level; else None."""
     _changed_at: int = 0
     _num_days: int = 0
     """Days since the alarm was raised."""
     _num_judged: int = 0
-    """Number of hours of `evidence` that earlier verdicts were about."""
+    """Number of entries of `evidence` that earlier checks of the alarm have used."""
     _previous: float = 0.0
     _products: tuple[float, float] = (0.0, PRIOR_HOURS)
     """Exponentially weighted sums of (residual x previous residual) and of squared residuals."""
 
     def update(self, hour: int, value: float, variance: float) -> None:
-        """Add an hour's `value`, with its squared standard error `variance`."""
+        """Add the series' `value` in an hour (counted from 1970), with its squared standard error `variance`. May raise
+        an alarm."""
         predicted, predicted_variance = self.season.predict(hour)
         self.expected = predicted if math.isfinite(predicted_variance) else None
         if self._level_residuals is not None:

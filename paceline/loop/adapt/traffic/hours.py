@@ -49,9 +49,11 @@ class Sums:
     tokens: float = 0.0
     rounds: float = 0.0
     tokens_2: float = 0.0
-    """Sum of squared tokens per request; next fields: sum of tokens x rounds, sum of squared rounds."""
+    """Sum of tokens ** 2 over requests."""
     tokens_rounds: float = 0.0
+    """Sum of tokens x rounds over requests."""
     rounds_2: float = 0.0
+    """Sum of rounds ** 2 over requests."""
 
     @classmethod
     def of(cls, requests: Iterable[tuple[float, float]]) -> Sums:
@@ -76,9 +78,9 @@ class Sums:
         return self.log_variance_of(1.0)
 
     def log_variance_of(self, requests_each: float) -> float:
-        """Like `log_variance`, but for sums in which each counted request is really a group of requests, such as all
-        requests between two readings of a server's counters. `requests_each`: mean number of requests in a group.
-        Requests are assumed to be independent."""
+        """Squared standard error of the log of acceptance length, for sums in which each counted request is really a
+        group of requests, such as all requests between two readings of a server's counters; infinite without any.
+        `requests_each`: mean number of requests in a group. Requests are assumed to be independent."""
         if not self.requests or self.tokens <= 0:
             return math.inf
         ratio, mean = self.tokens_per_round, self.tokens / self.requests

@@ -53,7 +53,8 @@ class Outcome:
     proposed: int
     hours: int
     detected_after: int | None = None
-    """Hours from the true onset of the drift to the confirmed alarm; 0 if it fired before the onset."""
+    """Hours from the true onset of the drift until an alarm fired that was later confirmed; 0 if it fired before the
+    onset."""
     decided_after: int | None = None
     """Hours from the true onset to the training that followed."""
     is_missed: bool = False
@@ -64,8 +65,7 @@ class Outcome:
 
     @property
     def net_tokens_per_s(self) -> float:
-        """Tokens per second of one request, lowered by the cost of trainings: multiplied by serving cost / (serving
-        cost + cost of all trainings)."""
+        """Tokens per second of one request x serving cost / (serving cost + cost of all trainings)."""
         tokens_per_s = 1000 * self.tokens_per_round / self.prices.round_ms
         serving = self.hours * self.prices.serving_price
         cost = serving + TRAINING_HOURS * self.trainings * self.prices.training_price
@@ -166,8 +166,8 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     - "missed": share of replays in which a drift was not detected.
     - "false_alarms_per_4_weeks": alarms confirmed without a drift, per four weeks.
     - "suspicions_per_4_weeks": all alarms that fired, per four weeks.
-    - "detection_periods": days from the onset of the drift to the confirmed alarm; "most_detection_periods" is their
-      maximum.
+    - "detection_periods": days from the onset of the drift until an alarm fired that was later confirmed;
+      "most_detection_periods" is their maximum.
     - "decision_periods": days from the onset of the drift to the training of the serving drafter.
 
     The keys that end in "_periods" cover only the replays with an alarm or a training; without any they are None."""

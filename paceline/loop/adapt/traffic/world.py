@@ -93,10 +93,12 @@ class World:
     num_hours: int
     seed: int
     content_sd: float = 0.015
+    """Standard deviation of the log of a random hourly factor on acceptance length."""
     shocks: float = 0.0
     """Share of hours in which one cluster's acceptance length is cut by a third."""
     drift: Drift | None = None
     knowledge: dict[str, Knowledge] = field(default_factory=dict)
+    """Cluster -> fit of the general drafter."""
     members: dict[str, Knowledge] = field(default_factory=dict)
     """Cluster -> fit of its own drafter, for clusters that have one."""
     tokens: float = 0.0

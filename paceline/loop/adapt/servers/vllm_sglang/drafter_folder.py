@@ -67,8 +67,8 @@ OURS = {
 @dataclass(frozen=True, slots=True)
 class Start:
     """Settings with which to start a vLLM or SGLang server. Raises ConfigError if `words` (further options of the
-    engine) contains an option that paceline sets itself. Also raises it if `model` or `drafter` is built into paceline,
-    since these engines cannot read built-in models."""
+    engine) contains an option that paceline sets itself. Also raises it for what these engines cannot load: if `model`
+    is a built-in model, or `drafter` is a name of paceline's own, such as ngram or default."""
 
     engine: str
     """vllm or sglang."""
@@ -86,7 +86,7 @@ class Start:
     served_names: tuple[str, ...] = ()
     api_key: str | None = None
     command: str | None = None
-    """Command that starts the engine, instead of the engine's entry in COMMANDS."""
+    """Command that starts the engine [default: vllm serve, or python -m sglang.launch_server]."""
     words: tuple[str, ...] = ()
     """Further options of the engine, passed unchanged."""
 

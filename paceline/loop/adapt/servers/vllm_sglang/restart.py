@@ -221,8 +221,8 @@ class VllmServers(_Restarted):
         return {**{url: folder for url, folder in by_hand.items() if folder}, **members}
 
     def resume(self, undo: list[list[str | None]]) -> None:
-        """Take over the changes of an earlier daemon. If it was killed during `publish`, a server still has its update,
-        and refuses another one: it is finished before the next."""
+        """Take over the changes of an earlier daemon. If that daemon was killed during `publish`, vLLM waits for the
+        end of this weight update and refuses a new one. The next update therefore ends the earlier one first."""
         super().resume(undo)
         self._updating = {str(url) for _, url, _ in undo}
 

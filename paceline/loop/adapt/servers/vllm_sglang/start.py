@@ -34,7 +34,8 @@ Say = Callable[[str], None]
 
 def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
     """Starts the engine of `start` with its drafter, checks its acceptance length once it is ready, and waits until it
-    ends or a signal stops it. Returns the engine's exit status; 0 after a signal. `say` receives progress texts.
+    ends. Forwards SIGTERM and SIGINT to the engine. Returns the engine's exit status, or 128 + n if signal n killed it;
+    0 if it ended because of a forwarded signal and reported no failure. `say` receives progress texts.
 
     Raises DrafterMismatchError if drafter and target do not fit, ConfigError if the engine cannot be started or ends
     before it is ready, DownloadError if it is not ready in time.
