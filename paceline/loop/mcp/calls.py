@@ -45,7 +45,8 @@ class CallLog:
         Raises CacheError if the log cannot be written: before the block is run, or after it.
         """
         number, ending = uuid.uuid4().hex[:12], Ending()
-        self._append({"call": number, "time": _now(), "tool": tool, "arguments": plain(arguments)})
+        line = {"call": number, "time": _now(), "tool": tool, "arguments": plain(arguments)}
+        self._append(line, "free space: without its log no call is carried out")
         try:
             yield ending
         except PacelineError as error:
@@ -55,7 +56,8 @@ class CallLog:
             ending.outcome, ending.why = "failed", f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._append({"call": number, "time": _now(), "outcome": ending.outcome, "why": ending.why})
+            line = {"call": number, "time": _now(), "outcome": ending.outcome, "why": ending.why}
+            self._append(line, f"free space; the call has ended ({ending.outcome}), only its outcome is not logged")
 
     def calls(self, most: int) -> list[dict[str, Any]]:
         """Returns the latest `most` calls, oldest first, each as a dict with the keys of both lines of the log. If the
@@ -66,11 +68,9 @@ class CallLog:
             begun.update({**line, "time": begun.get("time", line.get("time"))})
         return list(calls.values())[-most:]
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: dict[str, Any], remedy: str) -> None:
         file = self.folder / FILE
-        with reraised(
-            CacheError, f"cannot write {file}", "free space: without its log no call is carried out", OSError
-        ):
+        with reraised(CacheError, f"cannot write {file}", remedy, OSError):
             append_lines(file, [line], is_synced=True)
 
 

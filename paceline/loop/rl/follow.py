@@ -48,8 +48,7 @@ class FollowConfig(Checked):
     anchors: Count = 8
     """Number of draft blocks to train on per sample and step, at random positions."""
     documents: Count = 32
-    """Largest number of samples to train on: the first of the latest batch of rollouts and every n-th after it. n is
-    max(1, samples // documents)."""
+    """Largest number of samples to train on, spread evenly over the latest batch of rollouts."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-4))
     seed: Annotated[int, within("0 or more", least=0)] = 0
@@ -108,9 +107,10 @@ class DFlashFollower:
 
     def _documents(self, samples: Sequence[Sample]) -> list[Document]:
         """Converts samples to documents; skips those too short for a block."""
-        step = max(1, len(samples) // self.config.documents)
+        number = min(len(samples), self.config.documents)
         documents = []
-        for index, sample in enumerate(samples[::step][: self.config.documents]):
+        for index in range(number):
+            sample = samples[index * len(samples) // number]
             tokens = np.array(sample.prompt_ids + sample.completion_ids, dtype=np.int32)
             document = Document(f"rollout-{index}", tokens, len(sample.prompt_ids))
             if document.num_anchors:

@@ -15,7 +15,7 @@ from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.loop.rl.follow import DFlashFollower, FollowConfig
-from paceline.loop.rl.rollouts import RolloutConfig, Rollouts, seed_of
+from paceline.loop.rl.rollouts import RolloutConfig, Rollouts, Sample, seed_of
 
 PROMPTS = [list(range(40, 60)), list(range(70, 80))]
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 4, "max_len": 128}
@@ -62,6 +62,17 @@ def test_log_probabilities_are_the_policys(model: Path) -> None:
         expected = logprobs_TV.gather(-1, ids[0, len(sample.prompt_ids) :, None])[:, 0].tolist()
         assert sample.logprobs == pytest.approx(expected, abs=1e-4)
         assert sample.mask == [1] * len(sample.completion_ids)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 7, 8, 9])
+def test_the_follower_learns_from_samples_of_the_whole_batch(number: int, model: Path) -> None:
+    llm = LLM(str(model), drafter="random-dflash", **SETTINGS)
+    assert isinstance(llm.drafter, DFlashDrafter)
+    follower = DFlashFollower(llm.drafter, FollowConfig(documents=4))
+    batch = [Sample([index], [1] * 20, [0.0] * 20, [1] * 20, "length") for index in range(number)]
+    first = [int(document.tokens[0]) for document in follower._documents(batch)]
+    gaps = [later - one for one, later in zip(first, [*first[1:], number], strict=True)]
+    assert first[0] == 0 and len(first) == min(number, 4) and max(gaps) - min(gaps) <= 1
 
 
 @pytest.mark.slow
