@@ -1,4 +1,5 @@
-"""Hides API keys, tokens and passwords in texts that are logged or stored, such as command lines.
+"""Hides API keys, tokens and passwords in texts that are logged or stored, such as command lines. The time is
+proportional to the length of the text: no pattern reads to the end of a text from many places in it.
 
 masked_command(["audit", "http://h:1", "--api-key", "abc"])     # "audit http://h:1 --api-key ***"
 masked("API_KEY=abc ./publish.sh http://me:abc@h")              # "API_KEY=*** ./publish.sh http://***@h"
@@ -17,8 +18,9 @@ IS_OPTION = re.compile(OPTION, re.IGNORECASE)
 IS_MASKED = re.compile(r"([\w-]+=)?\*\*\*")
 """Words that a shell would quote only because of the asterisks."""
 VARIABLE = r"\w*(?:KEY|TOKEN|PASSWORD|SECRET)|(?i:api_?key|(?:hf|api|auth|access)_token|password|secret)"
-VALUE = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|[^\s'"])+"""
-LONE = r"(?:key|token)=(?=(?=[^\s'\"&]*\d)[^\s'\"&]{8}|[^\s'\"&()]{20})"
+VALUE = r"""(?:\\?'[^']*'|"(?:\\[\s\S]|[^"\\])*"|\\"(?:\\[^"]|[^"\\])*\\?"|\\.?|[^\s'"\\])+"""
+"""A shell's word, also within another text, where its quotes are \\' and \\"."""
+LONE = r"(?:key|token)=(?=(?=[^\s'\"&]{0,256}\d)[^\s'\"&]{8}|[^\s'\"&()]{20})"
 """A variable that often holds an ordinary word or a token id, with a value that looks random."""
 IN_TEXT = (
     (re.compile(rf"(?<![\w-])({OPTION})(=|\s+)(?!-){VALUE}", re.IGNORECASE), rf"\1\2{MASK}"),
@@ -30,7 +32,8 @@ IN_TEXT = (
 )
 CURL = re.compile(r"\bcurl\b")
 OF_CURL = re.compile(
-    r"""(?<![\w-])(-[A-Za-z]*[uU]\s*|--(?:proxy-)?user(?:=|\s+))(?:'[^']*:[^']*'|"[^"]*:[^"]*"|[^\s'":]+:\S*)"""
+    r"""(?<![\w-])(-[A-TV-Za-tv-z]*[uU]\s*|--(?:proxy-)?user(?:=|\s+))"""
+    r"""(?:'[^':]*:[^']*'|"[^":]*:[^"]*"|[^\s'":]{1,256}:\S*)"""
 )
 """curl's options with a user's name and password, also behind other letters: -u, -U, -sSu, --user, --proxy-user."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,48 @@ def test_an_address_with_a_password_is_refused_without_it(url: str) -> None:
         with pytest.raises(ConfigError) as caught:
             refused()
         assert "abc" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r'sh -c "API_KEY=\"abc d\" run me"', 'sh -c "API_KEY=*** run me"'),
+        (r"sh -c 'API_KEY=\'abc d\' run me'", "sh -c 'API_KEY=*** run me'"),
+        ("API_KEY=abc\\ d run me", "API_KEY=*** run me"),
+        ('API_KEY="abc\\\nd" run me', "API_KEY=*** run me"),
+        ("curl -uuser:abc http://h", "curl -u*** http://h"),
+    ],
+)
+def test_quotes_within_a_text_belong_to_the_secret(text: str, expected: str) -> None:
+    assert masked(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        ("", r"API_KEY=\" "),
+        ("", r"--key=\" "),
+        ("", "key=("),
+        ("curl -", "u"),
+        ("curl -u '", ":"),
+        ('curl -u "', ":"),
+        ("curl ", "-u/"),
+        ("curl ", "/--user="),
+        *(
+            ("", part)
+            for part in ("a", "'", '"', " ", "-", "=", "KEY", "--key ", "- ", "Authorization: ", "://a", "\\")
+        ),
+    ],
+)
+def test_the_time_to_mask_grows_with_the_length_alone(head: str, part: str) -> None:
+    """Twenty thousand characters of some texts took seconds, a megabyte hours."""
+
+    def seconds(num_chars: int) -> float:
+        text, times = head + part * (num_chars // len(part)), list[float]()
+        for _ in range(3):
+            start = time.process_time()
+            masked(text)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(80_000) < 6 * seconds(20_000) + 0.02
