@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #endif
 
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -25,15 +26,17 @@ namespace {
 std::mutex turn_mutex;
 std::unique_ptr<Pool> pool;
 pid_t pool_owner = 0;
-int wanted_threads = 1;
-const char* chosen_isa = nullptr;
-thread_local std::string last_error;
 
 struct InstructionSet {
     const char* name;
     bool is_here;
     const Kernels* (*kernels)(int dtype);
 };
+
+// Written under the mutex; also read without it: by pn_matrix_rows and pn_likeliest, which run during passes.
+std::atomic<int> wanted_threads{1};
+std::atomic<const InstructionSet*> chosen_set{nullptr};  // null: the best
+thread_local std::string last_error;
 
 #if defined(PN_HAS_AMX) && !defined(__linux__)
 bool has_amx() { return false; }  // this system has no way to detect them
@@ -109,11 +112,17 @@ const InstructionSet* find_set(const char* name) {
     return nullptr;
 }
 
+const InstructionSet& set_in_use() {
+    const InstructionSet* set = chosen_set.load(std::memory_order_acquire);
+    return set ? *set : *find_set(nullptr);
+}
+
 Pool& ready_pool() {
     if (pool && pool_owner != getpid()) (void)pool.release();  // a forked child has none of its parent's threads
-    if (!pool || pool->size() != wanted_threads) {
+    const int num_threads = wanted_threads.load();
+    if (!pool || pool->size() != num_threads) {
         pool.reset();
-        pool = std::make_unique<Pool>(wanted_threads);
+        pool = std::make_unique<Pool>(num_threads);
         pool_owner = getpid();
     }
     return *pool;
@@ -137,7 +146,7 @@ int32_t fail(const char* message) {
 
 Turn::Turn() : lock_(turn_mutex), pool(ready_pool()) {}
 
-const Kernels* kernels_for(int dtype) { return find_set(chosen_isa)->kernels(dtype); }
+const Kernels* kernels_for(int dtype) { return set_in_use().kernels(dtype); }
 
 void* Buffer::at_least(size_t bytes) {
     if (bytes <= bytes_) return data_;
@@ -168,11 +177,11 @@ int32_t pn_use(const char* isa) {
     std::lock_guard<std::mutex> lock(turn_mutex);
     const InstructionSet* set = find_set(isa);
     if (!set) return fail("this instruction set is not available here");
-    chosen_isa = set->name;
+    chosen_set.store(set, std::memory_order_release);
     return 0;
 }
 
-const char* pn_in_use(void) { return find_set(chosen_isa)->name; }
+const char* pn_in_use(void) { return set_in_use().name; }
 
 int32_t pn_set_threads(int32_t num_threads) {
     if (num_threads < 1 || num_threads > kMaxThreads) return fail("the number of threads must be between 1 and 256");
