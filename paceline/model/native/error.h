@@ -1,4 +1,4 @@
-// What went wrong, for pn_last_error: the message of the calling thread.
+// What went wrong, for pn_last_error: the message of the calling thread. A literal: it is kept, not copied.
 #pragma once
 #include <cstdint>
 

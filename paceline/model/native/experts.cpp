@@ -15,6 +15,18 @@ int down_pieces(const PnExpert& expert) { return expert.down->num_pieces(); }
 
 }  // namespace
 
+// Pieces [begin, end) of the matrices of all groups, counted through: work(group, from, to) with those of each.
+template <class Work>
+void Forward::each_piece(int begin, int end, int (*pieces_of)(const PnExpert&), const PnLayer& layer, Work work) const {
+    int first = 0;
+    for (int at = 0; at < int(model_.groups.size()) && first < end; ++at) {
+        const int pieces = pieces_of(layer.experts[model_.groups[size_t(at)].expert]);
+        const int from = std::max(begin - first, 0), to = std::min(end - first, pieces);
+        if (from < to) work(at, from, to);
+        first += pieces;
+    }
+}
+
 void Forward::experts(int thread, int index) {
     const PnLayer& layer = model_.layers[size_t(index)];
     const PnMatrix& router = *layer.router;
@@ -109,24 +121,27 @@ void Forward::choose(const PnLayer& layer, int token) {
     if (layer.has_shared) chosen[most] = count, weights[most] = 1.0f / (1.0f + std::exp(-scores[padded_rows(count)]));
 }
 
+// Allocates nothing, as all work of a pool's threads: `reserve` has made room.
 void Forward::sort_by_expert(const PnLayer& layer) {
     const int of_token = config_.experts_per_token + layer.has_shared, num_rows = num_tokens_ * of_token;
-    std::vector<int> next(size_t(layer.num_experts + layer.has_shared) + 1);
+    const size_t num_experts = size_t(layer.num_experts + layer.has_shared);
+    std::vector<int>& next = model_.next_of_expert;
+    std::fill(next.begin(), next.begin() + std::ptrdiff_t(num_experts) + 1, 0);
     for (int at = 0; at < num_rows; ++at) ++next[size_t(model_.chosen[size_t(at)]) + 1];
     model_.groups.clear();
-    std::vector<int> group_of_expert(next.size());
-    for (size_t expert = 0; expert + 1 < next.size(); ++expert) {
+    for (size_t expert = 0; expert < num_experts; ++expert) {
         const int count = next[expert + 1];
         next[expert + 1] += next[expert];
         if (!count) continue;
-        group_of_expert[expert] = int(model_.groups.size());
+        model_.group_of_expert[expert] = int(model_.groups.size());
         model_.groups.push_back({int(expert), next[expert], count});
     }
     for (int at = 0; at < num_rows; ++at) {
         const size_t expert = size_t(model_.chosen[size_t(at)]);
         const int row = next[expert]++;
         model_.place_of[size_t(at)] = row;
-        model_.sorted_token[size_t(row)] = at / of_token, model_.group_of[size_t(row)] = group_of_expert[expert];
+        model_.sorted_token[size_t(row)] = at / of_token;
+        model_.group_of[size_t(row)] = model_.group_of_expert[expert];
     }
     if (pass_.experts_read) *pass_.experts_read += int32_t(model_.groups.size()) - layer.has_shared;
 }
@@ -138,18 +153,6 @@ Rows Forward::group_rows(int at, const PnMatrix& matrix, const Buffer& x, int ro
     uint8_t* planes = model_.planes.as<uint8_t>() + (group.first + at * kSpareRows) * plane_bytes(row_stride);
     return rows_of(matrix, kernels_, element(x, int64_t(group.first) * row_stride),
                    int64_t(matrix.padded_cols()) * model_.element_bytes(), group.count, planes);
-}
-
-// Pieces [begin, end) of the matrices of all groups, counted through: work(group, from, to) with those of each.
-void Forward::each_piece(int begin, int end, int (*pieces_of)(const PnExpert&), const PnLayer& layer,
-                         const std::function<void(int group, int from, int to)>& work) const {
-    int first = 0;
-    for (int at = 0; at < int(model_.groups.size()) && first < end; ++at) {
-        const int pieces = pieces_of(layer.experts[model_.groups[size_t(at)].expert]);
-        const int from = std::max(begin - first, 0), to = std::min(end - first, pieces);
-        if (from < to) work(at, from, to);
-        first += pieces;
-    }
 }
 
 }  // namespace pn

@@ -95,6 +95,8 @@ int32_t Forward::reserve() {
         model_.chosen.resize(routed), model_.place_of.resize(routed), model_.expert_weights.resize(routed);
         model_.sorted_token.resize(routed), model_.group_of.resize(routed);
         model_.groups.reserve(size_t(model_.most_experts()));
+        model_.next_of_expert.resize(size_t(model_.most_experts()) + 1);
+        model_.group_of_expert.resize(size_t(model_.most_experts()));
     }
     const int widest = std::max({padded_cols(input_size), padded_cols(queries), inner});
     while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "model.h"
@@ -67,8 +66,8 @@ private:
     void choose(const PnLayer& layer, int token);
     void sort_by_expert(const PnLayer& layer);
     Rows group_rows(int group, const PnMatrix& matrix, const Buffer& x, int row_stride) const;
-    void each_piece(int begin, int end, int (*pieces_of)(const PnExpert&), const PnLayer& layer,
-                    const std::function<void(int group, int from, int to)>& work) const;
+    template <class Work>
+    void each_piece(int begin, int end, int (*pieces_of)(const PnExpert&), const PnLayer& layer, Work work) const;
     void head(int thread, Rows input, int begin, int end);
     void tap(int token, int layer_index, bool is_normed);
     void product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate,

@@ -163,6 +163,7 @@ struct PnModel {
     std::vector<float> expert_weights;        // [tokens, experts of a token]
     std::vector<int> sorted_token, group_of;  // of every sorted row
     std::vector<pn::ExpertGroup> groups;      // of experts that any token chose
+    std::vector<int> next_of_expert, group_of_expert;  // while rows are sorted: an expert's next row, and its group
     // Of gated delta nets, floats by token: what leaves the convolution, betas and decays of value heads, what they add to the
     // state, what they find in it; and the inputs of `output`.
     pn::Buffer delta_mixed, delta_betas, delta_decays, delta_changes, delta_found, delta_out;

@@ -58,7 +58,8 @@ public:
     Pool& operator=(const Pool&) = delete;
 
     int size() const { return num_threads_; }
-    // Runs job(context, thread) on every thread, the caller being thread 0, and returns when all are done.
+    // Runs job(context, thread) on every thread, the caller being thread 0, and returns when all are done. A job allocates no
+    // memory: an exception of a thread would end the process.
     void run(Job job, void* context);
     // To be called by every thread of a running job: none goes on before all have come.
     void barrier();

@@ -36,7 +36,7 @@ struct InstructionSet {
 // Written under the mutex; also read without it: by pn_matrix_rows and pn_likeliest, which run during passes.
 std::atomic<int> wanted_threads{1};
 std::atomic<const InstructionSet*> chosen_set{nullptr};  // null: the best
-thread_local std::string last_error;
+thread_local const char* last_error = "";                // a literal: to report a lack of memory needs none
 
 #if defined(PN_HAS_AMX) && !defined(__linux__)
 bool has_amx() { return false; }  // this system has no way to detect them
@@ -161,7 +161,7 @@ void* Buffer::at_least(size_t bytes) {
 using namespace pn;
 
 int32_t pn_abi_version(void) { return PN_ABI_VERSION; }
-const char* pn_last_error(void) { return last_error.c_str(); }
+const char* pn_last_error(void) { return last_error; }
 
 const char* pn_available(void) {
     static const std::string names = [] {
