@@ -40,14 +40,18 @@ class Vocabulary(NamedTuple):
 ALL_TOKENS = Vocabulary()
 
 
-def split(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
+def split(
+    tensors: Mapping[str, Tensor], path: Path, vocab_size: int | None = None
+) -> tuple[dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
     """Splits the tensors of a drafter's file into (network tensors, draft vocabulary with LM head, unused tensors). The
-    draft vocabulary, if any, is read from tensors `d2t` and `t2d` (see `as_tensors`). Raises ModelFileError, which
-    names `path`, if they and the LM head contradict each other."""
+    draft vocabulary, if any, is read from tensors `d2t` and `t2d` (see `as_tensors`). `vocab_size`: length of `t2d`;
+    None: any. Raises ModelFileError, which names `path`, if they and the LM head contradict each other."""
     special = (HEAD, OFFSETS, IS_DRAFTED, *TARGETS_OWN)
     network = {name: tensor for name, tensor in tensors.items() if name not in special}
     others = {name: tensors[name] for name in TARGETS_OWN if name in tensors}
     ids, head_VD = _ids(tensors.get(OFFSETS), tensors.get(IS_DRAFTED), path), tensors.get(HEAD)
+    if IS_DRAFTED in tensors and vocab_size is not None:
+        _check_shape(IS_DRAFTED, tensors[IS_DRAFTED], (vocab_size,), path)
     if head_VD is not None and ids is not None and head_VD.ndim and len(head_VD) > max(int(ids[-1]), len(ids)):
         head_VD = head_VD[ids]
     return network, with_head(Vocabulary(ids), head_VD, path), others
@@ -106,12 +110,23 @@ def with_head(
     return own._replace(head_VD=head_VD)
 
 
-def check_range(own: Vocabulary, vocab_size: int | None, path: Path) -> None:
+def check_sizes(own: Vocabulary, vocab_size: int | None, hidden_size: int, path: Path) -> None:
     """Raises ModelFileError, naming `path`, if the draft vocabulary has a token beyond the target's vocabulary of
-    `vocab_size` tokens; None: unknown size."""
+    `vocab_size` tokens (None: unknown size), or if the LM head is not [Vd, `hidden_size`]."""
     if own.ids is not None and vocab_size is not None and int(own.ids[-1]) >= vocab_size:
         raise ModelFileError(
             f"{path}: the draft vocabulary names token {int(own.ids[-1])} of {vocab_size}: fetch the drafter again"
+        )
+    if own.head_VD is not None:
+        num_rows = len(own.head_VD) if own.ids is not None or vocab_size is None else vocab_size
+        _check_shape(f"{HEAD} (in {DRAFT_IDS}: head)", own.head_VD, (num_rows, hidden_size), path)
+
+
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], path: Path) -> None:
+    if tuple(tensor.shape) != expected:
+        raise ModelFileError(
+            f"{path}: tensor {name} has shape {tuple(tensor.shape)}, the config asks for {expected}: config and "
+            "weights are of different drafters"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,34 @@ def test_tensors_of_a_draft_vocabulary(name: str, value: Tensor, message: str, e
     change_tensor(exported / DENSE, name, value)
     with pytest.raises(ModelFileError, match=message):
         read_stored(exported)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("t2d", torch.isin(torch.arange(12), IDS), r"tensor t2d has shape \(12,\), the config asks for \(11,\)"),
+        (
+            "lm_head.weight",
+            torch.ones(4, HIDDEN + 1),
+            rf"tensor lm_head.weight .* has shape \(4, {HIDDEN + 1}\), the config asks for \(4, {HIDDEN}\)",
+        ),
+    ],
+)
+def test_shapes_that_the_config_fixes(name: str, value: Tensor, message: str, exported: Path) -> None:
+    """`inspect` described such a drafter as a sound one: they were compared with the target's sizes only."""
+    change_tensor(exported / DENSE, name, value)
+    with pytest.raises(ModelFileError, match=message):
+        read_stored(exported)
+
+
+def test_a_separate_head_of_another_shape(tmp_path: Path) -> None:
+    config = DFlashConfig.from_json(raw_config())
+    for ids, shape, expected in ((IDS, (4, HIDDEN + 1), (4, HIDDEN)), (torch.arange(10), (10, HIDDEN - 1), None)):
+        folder = written(tmp_path / f"drafter-{len(ids)}", config.raw, ids)
+        save_file({"ids": ids, "head": torch.ones(shape)}, folder / DRAFT_IDS)
+        expected = expected or (len(ids), HIDDEN)
+        with pytest.raises(ModelFileError, match=re.escape(f"has shape {shape}, the config asks for {expected}")):
+            read_stored(folder)
 
 
 def test_a_mask_alone_that_marks_no_token(exported: Path) -> None:

@@ -68,18 +68,18 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     if is_gguf(folder):
         raw, tensors, within, others = gguf_reading.read_gguf(folder)
         config = DFlashConfig.from_json(raw, folder)
-        vocabulary.check_range(within, config.vocab_size, folder)
+        vocabulary.check_sizes(within, config.vocab_size, config.shape.hidden_size, folder)
         return StoredDrafter(config, tensors, within, others, "gguf")
     raw = read_json(folder / "config.json")
     form = "speculators" if "speculators_model_type" in raw else "z-lab"
     config = config_of(raw, folder)
     file = weights_file(folder)
     stored = read_packed(file, config.vocab_size) if file.name == PACKED else dict(load_tensors(folder))
-    tensors, within, others = vocabulary.split(stored, folder)
+    tensors, within, others = vocabulary.split(stored, folder, config.vocab_size)
     if separate := vocabulary.read_draft_ids(folder):
         is_within = config.has_own_width and separate.head_VD is None and within.head_VD is not None
         within = vocabulary.with_head(separate, within.head_VD, file) if is_within else separate
-    vocabulary.check_range(within, config.vocab_size, folder)
+    vocabulary.check_sizes(within, config.vocab_size, config.shape.hidden_size, folder)
     if config.markov:
         tensors = speculators.with_our_names(tensors, within.ids, config.vocab_size)
     if config.shape.num_layers > len(tensors):
