@@ -15,7 +15,7 @@ from paceline.model.config.decoder import DecoderConfig, DeltaShape
 from paceline.model.target import ForwardBatch
 from paceline.model.torch.decoder import Decoder
 from paceline.model.torch.delta_cache import DeltaCache
-from paceline.model.torch.recorded_pass import GraphDecoder, pass_grid
+from paceline.model.torch.recorded_pass import GraphDecoder, pass_grid, rows_at
 
 MIXTURE = DecoderConfig(
     "qwen3_next", 97, 48, 80, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8, max_position=256, qk_norm=True,
@@ -30,6 +30,14 @@ NARROW, WIDE = (1, 6), (17, 32)
 def decoder_for(name: str, kind: Callable[..., Decoder], device: str = "cpu") -> Decoder:
     config = SHAPES[name]
     return kind(config, random_weights(config).items(), num_rows=4, max_len=128, device=device)
+
+
+@pytest.mark.parametrize("places", [[], [0], [1, 2, 3], [3, 1], [0, 2]])
+def test_rows_at_places(places: list[int]) -> None:
+    """No places were an IndexError."""
+    tensor = torch.arange(10.0).view(5, 2)
+    rows = rows_at(tensor, places)
+    assert rows.shape == (len(places), 2) and rows.tolist() == [tensor[place].tolist() for place in places]
 
 
 @pytest.mark.slow

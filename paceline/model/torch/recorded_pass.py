@@ -274,7 +274,10 @@ class GraphDecoder(Decoder):
 
 
 def rows_at(tensor: Tensor, places: list[int]) -> Tensor:
-    """Return the rows of a pass's output with the indices `places`, as a view if these are consecutive, else a copy."""
+    """Return the rows of a pass's output with the indices `places`, as a view if these are consecutive, else a copy;
+    without indices, no rows."""
+    if not places:
+        return tensor[:0]
     if places == list(range(places[0], places[0] + len(places))):
         return tensor[places[0] : places[0] + len(places)]
     return tensor[torch.tensor(places, device=tensor.device)]
