@@ -76,6 +76,9 @@ Context = Annotated[Count, at_most(MAX_CONTEXT)]
 Amount = Annotated[float, at_least(0)]
 Positive = Annotated[float, within("above 0", above=0, finite=False)]
 Timeout = Annotated[float, within(f"above 0 and at most {MAX_TIMEOUT_S} seconds", above=0, most=MAX_TIMEOUT_S)]
+TimeoutMinutes = Annotated[
+    float, within(f"above 0 and at most {MAX_TIMEOUT_S // 60} minutes", above=0, most=MAX_TIMEOUT_S // 60)
+]
 Rate = Annotated[float, within("above 0", above=0)]
 Share = Annotated[float, within("between 0 and 1", least=0, most=1)]
 Name = Annotated[str, Must("a name, not empty", lambda value: bool(value.strip()))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 
 from paceline.bench.config import BenchConfig, LatencyConfig, MockConfig, ServingConfig, StepsConfig
 from paceline.errors import ConfigError
-from paceline.loop.adapt.config import DeployConfig
+from paceline.loop.adapt.config import DeployConfig, OtherEngineConfig, WatchConfig
 from paceline.loop.audit.config import AuditConfig
 from paceline.loop.distill.config import TeachingConfig
 from paceline.loop.evals.config import EndpointConfig, EvalSampling
+from paceline.loop.evals.sandbox.run import Limits
+from paceline.loop.rl.judge import JudgeConfig
 from paceline.loop.synthesize.config import SynthesizeConfig
 from paceline.net.streaming import Client
 from paceline.runs.ranks import Ranks
+from paceline.serve.settings import ServeConfig
 from paceline.train.answers.regenerate import engine_for
-from paceline.train.config import AnswerConfig, RegenerateConfig, TrainConfig
+from paceline.train.config import AnswerConfig, RegenerateConfig, RemoteConfig, TrainConfig
 
 OUT = Path("out")
 
@@ -69,3 +73,28 @@ def test_a_timeout_that_no_socket_takes_is_refused(seconds: float) -> None:
     for make in makers:
         with pytest.raises(ConfigError, match="^(timeout_s|patience_s) must be above 0 and at most 1000000 seconds"):
             make()
+
+
+@pytest.mark.parametrize("wrong", [1e30, 1_000_001.0, float("inf"), float("nan"), -1.0])
+@pytest.mark.parametrize(
+    ("config", "field", "valid"),
+    [
+        (ServeConfig, "body_seconds", "above 0 and at most 1000000 seconds"),
+        (ServeConfig, "header_seconds", "above 0 and at most 1000000 seconds"),
+        (ServeConfig, "write_seconds", "above 0 and at most 1000000 seconds"),
+        (ServeConfig, "drain_seconds", "between 0 and 1000000 seconds"),
+        (Limits, "wall_s", "above 0 and at most 1000000 seconds"),
+        (WatchConfig, "every_s", "above 0 and at most 1000000 seconds"),
+        (TrainConfig, "step_timeout_minutes", "above 0 and at most 16666 minutes"),
+        (partial(RemoteConfig, answers_from="http://h"), "patience_minutes", "above 0 and at most 16666 minutes"),
+        (partial(JudgeConfig, "http://h", "judge"), "patience_minutes", "above 0 and at most 16666 minutes"),
+        (OtherEngineConfig, "ready_minutes", "above 0 and at most 16666 minutes"),
+    ],
+)
+def test_a_wait_that_no_clock_can_count_is_refused(
+    config: Callable[..., object], field: str, valid: str, wrong: float
+) -> None:
+    """`--drain-seconds inf` failed only at the shutdown, and a training's process group only at its start."""
+    with pytest.raises(ConfigError, match=f"^{field} must be {valid}"):
+        config(**{field: wrong})
+    config(**{field: 16_666.0})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Amount, Count, Name, Positive, Share, Whole, at_least, check, within
+from paceline.bounds import MAX_TIMEOUT_S, Amount, Count, Name, Positive, Share, Timeout, Whole, at_least, check, within
 from paceline.config import Bytes
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import LOSSY
@@ -57,11 +57,11 @@ class ServeConfig:
     """Model name for clients [default: the model's own name]."""
     max_body_bytes: Bytes = 4 * 2**20
     """Longest request body: 512K, 4M or bytes."""
-    body_seconds: Positive = 30.0
+    body_seconds: Timeout = 30.0
     """Time limit for receiving a request body, in seconds."""
-    header_seconds: Positive = 15.0
+    header_seconds: Timeout = 15.0
     """Time limit for receiving a request's headers, in seconds, from the connection or the request's first byte."""
-    write_seconds: Positive = 60.0
+    write_seconds: Timeout = 60.0
     """Seconds after which a client that reads nothing of its response is disconnected."""
     max_prompt_tokens: Count | None = None
     """Longest prompt, in tokens [default: the size of a cache row]."""
@@ -73,7 +73,9 @@ class ServeConfig:
     """Maximum number of answers waiting for a cache row; further requests get status 429."""
     deadline: Amount = 600.0
     """Time limit for a request, in seconds; 0 disables it."""
-    drain_seconds: Amount = 30.0
+    drain_seconds: Annotated[float, within(f"between 0 and {MAX_TIMEOUT_S} seconds", least=0, most=MAX_TIMEOUT_S)] = (
+        30.0
+    )
     """Seconds that running answers may take after SIGTERM."""
     allow_lossy: bool = False
     """Allow requests with lossy rules, which change the model's output (docs/explanation/lossless.md). Their answers

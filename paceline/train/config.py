@@ -139,7 +139,7 @@ class RemoteConfig:
     """Model name on the server [default: the first one that the server lists]."""
     at_once: Count = 32
     """Maximum number of concurrent requests."""
-    patience_minutes: Positive = 15.0
+    patience_minutes: bounds.TimeoutMinutes = 15.0
     """Give up after this many minutes without any response from the server; finished work is kept."""
     ray: str | None = None
     """Ray cluster whose workers run the target, for answers and hidden states: auto, HOST:PORT, ray://HOST:PORT, or
@@ -379,7 +379,7 @@ class TrainConfig(Checked):
     """Folder of stored hidden states for several runs: each document is computed once for all [default: in `out`]."""
     stream_buffer: Annotated[int, "bytes"] = 256 * 2**20
     """Size of the buffer for streamed hidden states, in bytes."""
-    step_timeout_minutes: Positive = 30.0
+    step_timeout_minutes: bounds.TimeoutMinutes = 30.0
     """Minutes that one of several processes waits for the others within a step. Between stages it waits without a limit
     while they are alive."""
     answering: AnswerConfig = field(default_factory=AnswerConfig)

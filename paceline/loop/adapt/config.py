@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from paceline.bounds import Amount, Checked, Count, Positive, Share, Timeout, check, within
+from paceline.bounds import Amount, Checked, Count, Positive, Share, Timeout, TimeoutMinutes, check, within
 from paceline.errors import ConfigError, refuse
 
 SCENARIOS = ("two-bases", "slow-drift", "new-schema", "weekend", "noise", "empty-day", "two-bases-drift")
@@ -204,7 +204,7 @@ class WatchConfig:
     """Options of the daemon that watches a server and replaces its drafter. Probation is the trial period after a new
     drafter goes live."""
 
-    every_s: Positive = 60.0
+    every_s: Timeout = 60.0
     """Seconds between checks of trainings and of the server; decisions are made once an hour."""
     probation_minutes: Positive = 60.0
     """Minimum minutes on probation before a new drafter is accepted."""
@@ -285,7 +285,7 @@ class OtherEngineConfig(Checked):
     own options."""
     engine_command: str | None = None
     """Command that starts that engine [default: vllm serve, or python -m sglang.launch_server]."""
-    ready_minutes: Positive = 30.0
+    ready_minutes: TimeoutMinutes = 30.0
     """Maximum minutes until that engine is ready."""
     check: bool = True
     """Compare that engine's acceptance length on twenty prompts with paceline's once it is ready."""

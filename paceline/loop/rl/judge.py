@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from paceline.bounds import Checked, Count, Positive, within
+from paceline.bounds import Checked, Count, TimeoutMinutes, within
 from paceline.errors import DownloadError, RolloutError
 from paceline.loop.rl.agents import Trajectory
 from paceline.net.retrying import Client, Refused
@@ -39,7 +39,7 @@ class JudgeConfig(Checked):
     """Criteria of the judge, as one sentence."""
     tries: Count = 2
     """Maximum number of requests for one valid ranking; after that the run ends."""
-    patience_minutes: Positive = 2.0
+    patience_minutes: TimeoutMinutes = 2.0
     """Minutes of retries while the judge is down."""
     max_tokens: Count = 256
     seed: Annotated[int, within("0 or more", least=0)] = 0

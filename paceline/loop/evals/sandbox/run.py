@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from paceline.bench.tasks import runs
-from paceline.bounds import Checked, Count, Positive, at_least
+from paceline.bounds import Checked, Count, Timeout, at_least
 from paceline.errors import SandboxError
 from paceline.report.tables import printable
 
@@ -43,7 +43,7 @@ Kind = Literal["namespaces", "landlock", "none"]
 class Limits(Checked):
     """Limits of one run of code. Raises ConfigError on impossible values."""
 
-    wall_s: Positive = 10.0
+    wall_s: Timeout = 10.0
     cpu_s: Count = 5
     """CPU seconds of all processes together; the kernel also limits each process to it."""
     memory_bytes: Annotated[int, at_least(64 * 2**20)] = 512 * 2**20
