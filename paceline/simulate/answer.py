@@ -298,16 +298,17 @@ def _trees(
 
 def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction: Prediction) -> Serving:
     is_path = costs.model is not None and os.path.exists(costs.model)
-    model = setup.shape.name if setup.shape and not is_path else costs.model or "YOUR-MODEL"
+    known = setup.shape.name if setup.shape else "YOUR-MODEL"
+    model = costs.model or known
     return Serving(
-        model=catalogue.served_name(model),
+        model=model if is_path else catalogue.served_name(model),
         method=config.method or ("dflash" if costs.block else "mtp"),
         drafter=config.drafter or PLACEHOLDER,
         num_drafted=prediction.best_draft_length,
         batch=prediction.batch,
         num_gpus=setup.deployment.num_gpus if setup.deployment else costs.gpus,
         has_8bit_cache=bool(setup.deployment and setup.deployment.precisions.kv == "float8"),
-        has_decoder=catalogue.has_decoder(model),
+        has_decoder=is_path or catalogue.has_decoder(known),
     )
 
 

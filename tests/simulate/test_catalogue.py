@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline import hub
+from paceline.draft.shipped import SHIPPED
 from paceline.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from paceline.simulate.costs import catalogue
 
@@ -87,11 +90,68 @@ def test_names_in_any_case_and_hub_ids(name: str) -> None:
     assert catalogue.find(name).name == "Qwen3-8B"
 
 
+def names_of(entry: dict[str, Any]) -> list[str]:
+    return [entry["name"], entry["hub"], *entry.get("aliases", {})]
+
+
+def test_no_two_entries_share_a_name_or_the_tail_of_a_hub_id() -> None:
+    owners = dict[str, str]()
+    for name, entry in catalogue.entries().items():
+        for other in {each.rpartition("/")[2].lower() for each in names_of(entry)}:
+            assert owners.setdefault(other, name) == name, other
+
+
+def test_every_name_finds_its_entry() -> None:
+    for name, entry in catalogue.entries().items():
+        for other in names_of(entry):
+            for written in (other, other.upper(), other.rpartition("/")[2]):
+                assert catalogue.entry_of(written)["name"] == name, written
+        assert (catalogue.served_name(name), catalogue.served_name(entry["hub"])) == (entry["hub"], entry["hub"])
+
+
 def test_other_names() -> None:
     assert catalogue.find("meta-llama/Llama-3.3-70B-Instruct").name == "Llama-3.3-70B"
     assert catalogue.served_name("Llama-3.3-70B") == "meta-llama/Llama-3.3-70B-Instruct"
-    assert catalogue.served_name("smollm2-135m") == "smollm2-135m"
-    assert catalogue.known_name("None") == "None"  # some entries have no hub id
+    assert catalogue.served_name("Llama-3-405B") == "meta-llama/Llama-3.1-405B-Instruct"
+    assert catalogue.served_name("smollm2-360m") == "HuggingFaceTB/SmolLM2-360M-Instruct"
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-R1", "Qwen/Qwen3-4B-Thinking-2507", "unsloth/Qwen3-8B", "None"])
+def test_another_model_of_the_same_sizes_is_served_under_its_own_name(name: str) -> None:
+    assert catalogue.served_name(name) == name
+
+
+def test_an_alias_without_its_owner_is_served_under_its_hub_id() -> None:
+    assert catalogue.served_name("deepseek-r1") == "deepseek-ai/DeepSeek-R1"
+
+
+def test_an_alias_has_its_own_context() -> None:
+    assert catalogue.find("Qwen/Qwen3-4B-Instruct-2507").max_context == 262144
+    assert catalogue.find("Qwen3-4B").max_context == catalogue.config_of("qwen3-4b")["max_position_embeddings"] == 40960
+    assert catalogue.find("meta-llama/Meta-Llama-3-8B").max_context == 8192
+
+
+def test_entries_with_a_config_inherit_the_familys() -> None:
+    inherited = {"hidden_size": 7168, "n_routed_experts": 256, "kv_lora_rank": 512, "vocab_size": 129280}
+    for name, model_type in {
+        "DeepSeek-V3": "deepseek_v3",
+        "DeepSeek-R1": "deepseek_v3",
+        "DeepSeek-V3.2": "deepseek_v32",
+    }.items():
+        config = catalogue.config_of(name)
+        assert config["model_type"] == model_type and inherited.items() <= config.items()
+    assert "index_topk" not in catalogue.config_of("DeepSeek-V3")
+    for name in ("DeepSeek-V4-Flash", "DeepSeek-V4-Pro"):  # 256 and 384 experts, of other sizes
+        assert "config" not in catalogue.entry_of(name)
+        with pytest.raises(UnsupportedModelError, match="not its config.json"):
+            catalogue.config_of(name)
+
+
+def test_builtin_models_have_the_hub_id_of_their_base() -> None:
+    rows = json.loads(Path(hub.__file__).with_name("builtins.json").read_text(encoding="utf-8"))
+    assert len({row["name"] for row in rows}) == len({row["file"] for row in rows}) == len(hub.BUILTINS) == len(rows)
+    assert {name: catalogue.served_name(name) for name in hub.BUILTINS} == {row["name"]: row["base"] for row in rows}
+    assert SHIPPED.keys() <= hub.BUILTINS.keys()
 
 
 def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:

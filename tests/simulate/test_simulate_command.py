@@ -44,6 +44,12 @@ def test_the_json_line() -> None:
     assert result["sweep"] is None
 
 
+def test_flags_serve_the_model_that_was_named() -> None:
+    result = line("--model", "deepseek-ai/DeepSeek-R1", "--hardware", "B200", "--acceptance", "0.8")
+    assert "vllm serve deepseek-ai/DeepSeek-R1 " in result["flags"]["vllm"]
+    assert "not run" in result["flags"]["paceline"], "as for DeepSeek-V3, whose sizes these are"
+
+
 def test_a_limit_that_is_none_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def worked(*_: object) -> None:
         raise AssertionError("it predicts before it has read --slo")

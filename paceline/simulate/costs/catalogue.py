@@ -1,8 +1,10 @@
 """Catalogue of machines (machines.json) and models: JSON files in `catalogue/`, one per family; reads any config.json
 too.
 
-An entry holds "config" (the keys of its Hugging Face config.json), "shape" (the fields of `shapes.ModelShape`), or
-"unavailable", the reason why it cannot be predicted. `model_config.py` reads a config.json.
+An entry holds "config" (the keys of its Hugging Face config.json, in addition to the family's "config"), "shape" (the
+fields of `shapes.ModelShape`), or "unavailable", the reason why it cannot be predicted. `model_config.py` reads a
+config.json. Its "aliases" are other names: hub ids of models of the same sizes, each with the keys of the config that
+differ, and names of the same model, which have no owner.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ GGUF_FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "g
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Returns model name -> entry of the model catalogue. An entry has "source", "hub" (hub id or None), and one of:
+    """Returns model name -> entry of the model catalogue. An entry has "source", "hub" (hub id), and one of:
     "config" (keys of its config.json), "shape" (fields of ModelShape), "unavailable" (why it cannot be predicted)."""
     models: dict[str, dict[str, Any]] = {}
     for file in sorted((HERE / "catalogue").glob("*.json")):
         family = json.loads(file.read_text(encoding="utf-8"))
         for entry in family["models"]:
-            hub = f"{family['owner']}/{entry['name']}" if "owner" in family else None
-            models[entry["name"]] = model = {"source": family.get("source", ""), "hub": hub, **entry}
+            hub = {"hub": f"{family['owner']}/{entry['name']}"} if "owner" in family else {}
+            models[entry["name"]] = model = {"source": family.get("source", ""), **hub, **entry}
             if "config" in entry:
                 model["config"] = {**family.get("config", {}), **entry["config"]}
     return models
@@ -120,36 +122,42 @@ def find(model: str) -> ModelShape:
         return _from_file(path / "config.json" if is_folder else path)
     if path.suffix.lower() == ".gguf":
         return _from_gguf(path)
-    return shape_of_entry(_entry(model))
+    return shape_of_entry(entry_of(model))
 
 
 def config_of(model: str) -> dict[str, Any]:
     """Returns the content of the config.json of a catalogue model. Raises ModelNotFoundError for a model that is not in
     the catalogue, UnsupportedModelError if the catalogue has no config.json for it."""
-    entry = _entry(model)
+    entry = entry_of(model)
     if "config" not in entry:
         reason = entry.get("unavailable", "the catalogue knows its size and not its config.json")
         raise UnsupportedModelError(f"{entry['name']}: {reason}: give the path of its config.json")
     return entry["config"]
 
 
-def _entry(model: str) -> dict[str, Any]:
+def entry_of(model: str) -> dict[str, Any]:
+    """Returns the catalogue entry of a model, as `entries` does; the "config" is that of the model, also if it is an
+    alias. `model`: a name, an alias or a hub id; case and hub owner are ignored. Raises ModelNotFoundError for an
+    unknown model."""
     known, wanted = entries(), model.rpartition("/")[2].lower()
-    by_name = {other.lower(): entry for entry in known.values() for other in entry.get("aliases", ())}
-    by_name |= {entry["hub"].rpartition("/")[2].lower(): entry for entry in known.values() if entry["hub"]}
-    by_name |= {name.lower(): entry for name, entry in known.items()}
-    if entry := by_name.get(model.lower()) or by_name.get(wanted):
-        return entry
+    if match := _names(known).get(wanted):
+        entry, _, changed = match
+        return {**entry, "config": {**entry["config"], **changed}} if changed else entry
     available = [name for name, entry in known.items() if "unavailable" not in entry]
     near = get_close_matches(wanted, [name.lower() for name in available], n=3, cutoff=0.5)
     shown = ", ".join([name for name in available if name.lower() in near] or available)
     raise ModelNotFoundError(f"no model {model!r} in the catalogue: try {shown}, or give the path of a config.json")
 
 
-def known_name(model: str) -> str:
-    """Returns the catalogue's name of `model`, a name or hub id in any case; an unknown model is returned unchanged."""
-    names = {each.lower(): name for name, entry in entries().items() for each in (name, entry["hub"]) if each}
-    return names.get(model.lower(), model)
+def _names(known: dict[str, dict[str, Any]]) -> dict[str, tuple[dict[str, Any], str, dict[str, Any]]]:
+    """Returns name in lower case, without owner -> (entry, hub id of the model with this name, keys of its config.json
+    that differ from the entry's)."""
+    rows = [
+        (other, entry, other if "/" in other else entry["hub"], changed)
+        for entry in known.values()
+        for other, changed in {**entry.get("aliases", {}), entry["hub"]: {}, entry["name"]: {}}.items()
+    ]
+    return {name.rpartition("/")[2].lower(): (entry, hub, changed) for name, entry, hub, changed in rows}
 
 
 def has_decoder(model: str) -> bool:
@@ -161,9 +169,10 @@ def has_decoder(model: str) -> bool:
 
 
 def served_name(model: str) -> str:
-    """Returns the model name for a server's command line: the hub id of a catalogue name, else `model` unchanged."""
-    entry = entries().get(model)
-    return str(entry["hub"]) if entry and entry["hub"] else model
+    """Returns the model name for a server's command line: the hub id of a model in the catalogue. An unknown model, or
+    a hub id of another owner, such as a quantised copy, is returned unchanged."""
+    _, hub, _ = _names(entries()).get(model.rpartition("/")[2].lower(), (None, model, None))
+    return hub if "/" not in model or model.lower() == hub.lower() else model
 
 
 def _from_file(file: Path) -> ModelShape:

@@ -97,7 +97,7 @@ def read_target(target: EngineConfig) -> TargetFacts:
         return _folder_facts(name, path)
     raw = _hub_config(name)
     shape = shape_of(raw, name, "its config.json on the hub") if raw else catalogue.find(name)
-    known = next((entry for entry in catalogue.entries().values() if entry["name"] == shape.name), {})
+    known = {} if raw else catalogue.entry_of(name)
     quantised_bytes = BUILTINS[name].gguf_bytes if name in BUILTINS else None
     source = "its config.json on the hub" if raw else "paceline's catalogue of models"
     return TargetFacts(name, shape, raw or dict(known.get("config", {})), quantised_bytes, name in BUILTINS, source)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, reraised
-from paceline.simulate.costs.catalogue import known_name
+from paceline.simulate.costs.catalogue import served_name
 from paceline.simulate.files import read_json
 from paceline.train.run_file import TRAINED
 
@@ -206,7 +206,7 @@ def find_run(run: str | None, target: str) -> OwnRun | None:
         given = own_run(Path(run), target)
         if given is None:
             other = str(_content(Path(run) / "plan.json").get("target", target))
-            if known_name(other) != known_name(target):
+            if served_name(other) != served_name(target):
                 raise ConfigError(f"--run {run} is a training of another target ({other}): give one of {target}")
             raise ConfigError(
                 f"--run {run} has no acceptance length of {target}: give the folder of a training of it, after "
@@ -227,7 +227,7 @@ def own_run(folder: Path, target: str) -> OwnRun | None:
     """Returns the result of the training in `folder`; None if it trained for another target or its acceptance length
     was not measured. Raises ConfigError for damaged files."""
     plan = _content(folder / "plan.json")
-    if known_name(str(plan.get("target"))) != known_name(target):
+    if served_name(str(plan.get("target"))) != served_name(target):
         return None
     evaluation, heldout = _content(folder / "evaluation.json"), _content(folder / "heldout.json")
     trained, damaged = _content(folder / TRAINED), (KeyError, TypeError, ValueError, AttributeError)
