@@ -168,7 +168,7 @@ class TestPublish:
 
         with serving(server := Updated()):
             deployment = self.publishing(server, tmp_path, monkeypatch)
-            monkeypatch.setattr(restarted.subprocess, "run", stopped)
+            monkeypatch.setattr(restarted, "run_command", stopped)
             with pytest.raises(stop):
                 deployment.load("tickets", tmp_path / "new")
             assert server.num_finish == 1 and not server.is_updating
@@ -183,7 +183,7 @@ class TestPublish:
             deployment = self.publishing(server, tmp_path, monkeypatch)
             if not (daemon := os.fork()):
                 try:
-                    restarted.subprocess.run = lambda *_, **options: os._exit(9)  # pyright: ignore
+                    restarted.run_command = lambda *_: os._exit(9)
                     deployment.load(
                         "x", tmp_path / "new", lambda: state.write_text(json.dumps(deployment.undo)) and None
                     )

@@ -45,9 +45,10 @@ class TestDeployment:
             saved.append(len(deployment.undo))
 
         deployment.load("drafter", tmp_path / "new", save)
-        assert drafters(three) == [["new"], [], []] and saved == [1]
+        assert drafters(three) == [["new"], [], []] and saved == [1, 1]
         deployment.load_others("drafter", tmp_path / "new", save)
-        assert drafters(three) == [["new"], ["new"], ["new"]] and saved == [1, 2, 3], "saved before each change"
+        assert drafters(three) == [["new"], ["new"], ["new"]]
+        assert saved == [1, 1, 2, 2, 3, 3], "saved before each change, and again when its command runs"
         deployment.roll_back()
         assert drafters(three) == [["new", "old"]] * 3 and deployment.undo == []
 

@@ -105,11 +105,7 @@ class Canary:
         else:
             stage.begin_probation(self.traces, [counts for _, counts in self.readings], counts, now)
         stage.name, began_s = "swap", time.monotonic()
-
-        def save_undo() -> None:
-            stage.undo = self.deployment.undo
-            save()
-
+        save_undo = self._saving(stage, save)
         try:
             if stage.kind != "route":
                 self.deployment.load(stage.member, Path(stage.drafter), save_undo)
@@ -130,11 +126,7 @@ class Canary:
         """Load the stage's drafter on the remaining servers, after the trial on the first one. `save`: function of the
         caller that writes `stage` to disk. It is called before each server gets the drafter; its errors are re-raised.
         Raises DownloadError if a server refuses the drafter or does not answer."""
-
-        def save_undo() -> None:
-            stage.undo = self.deployment.undo
-            save()
-
+        save_undo = self._saving(stage, save)
         try:
             self.deployment.load_others(stage.member, Path(stage.drafter), save_undo)
         finally:
@@ -183,10 +175,11 @@ class Canary:
         self.readings.clear()
         self.before, self.before_variances = {}, {}
 
-    def roll_back(self, stage: Stage) -> None:
+    def roll_back(self, stage: Stage, save: Callable[[], None]) -> None:
         """Restore the drafters and routes that the servers had before the swap of `stage`. A drafter that a user has
-        loaded under another name meanwhile stays; the next `look` begins a trial of it."""
-        self.deployment.roll_back()
+        loaded under another name meanwhile stays; the next `look` begins a trial of it. `save`: function of the caller
+        that writes `stage` to disk."""
+        self.deployment.roll_back(self._saving(stage, save))
         self.readings.clear()  # they reach into the probation
         self.before, self.before_variances = stage.before, stage.before_variances
         self._set_known(stage.member, self.deployment.members().get(stage.member))
@@ -199,6 +192,15 @@ class Canary:
         self.deployment.keep()
         self.readings.clear()
         self._set_known(stage.member, stage.served if stage.kind == "route" else before)
+
+    def _saving(self, stage: Stage, save: Callable[[], None]) -> Callable[[], None]:
+        """Returns a function that copies the deployment's `undo` to the stage and saves the stage."""
+
+        def save_undo() -> None:
+            stage.undo = self.deployment.undo
+            save()
+
+        return save_undo
 
     def _set_known(self, name: str, drafter: str | None) -> None:
         if self.known is not None:

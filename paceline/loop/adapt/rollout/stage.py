@@ -28,6 +28,7 @@ from paceline.loop.adapt.config import WatchConfig
 from paceline.loop.adapt.rollout.evidence import Failures, fall, more_failures, variance_of_readings
 from paceline.loop.adapt.servers.counted_hours import pairs_of
 from paceline.loop.adapt.servers.counters import Counts, is_restarted, pace, tokens_per_round
+from paceline.loop.adapt.servers.vllm_sglang.commands import IDENTITY
 from paceline.loop.adapt.traffic.hours import HOUR_S, Sums, total
 from paceline.loop.adapt.traffic.stored import read_span
 
@@ -367,7 +368,8 @@ def read_stage(fields: dict[str, Any]) -> Stage:
         "counts of a probation": stage.name != "probation" or len(stage.counted) == len(stage.seen) == NUM_COUNTS,
         "pace": all(_are_numbers(pair) and len(pair) in (0, 2) for pair in (stage.pace, stage.failures)),
         "drafts": stage.drafts is None or _are_numbers([stage.drafts]),
-        "undo": all(_all(change, str, NoneType) and len(change) == 3 for change in stage.undo),
+        "undo": all(_all(change, str, NoneType) and len(change) in (3, 4) for change in stage.undo),
+        "command": all(IDENTITY.fullmatch(str(change[3])) for change in stage.undo if len(change) == 4),
         "pending": _all(stage.pending, dict)
         and all(_all((entry["drafter"], entry["state"]), str) for entry in stage.pending),
     }

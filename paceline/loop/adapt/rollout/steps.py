@@ -332,7 +332,7 @@ class Steps:
                 self._save_now()
         except CacheError as error:  # a full disk does not delay a rollback
             self.say(f"adapt: {error}; the state is written later")
-        self._canary.roll_back(stage)
+        self._canary.roll_back(stage, self._save_now)
         self._rolled_back(stage, now, stage.ending, stage.why)
 
     def _rolled_back(self, stage: Stage, now: float, ending: str, why: str) -> None:

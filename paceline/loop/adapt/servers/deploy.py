@@ -116,7 +116,7 @@ class PacelineServer(Deployment):
     def loaded_by_hand(self, name: str, before: str | None) -> None:
         self.undo.append(["drafter", name, before])
 
-    def roll_back(self) -> None:
+    def roll_back(self, save_undo: Callable[[], None] = ignore) -> None:
         while self.undo:
             kind, name, before = self.undo[-1]
             assert name is not None

@@ -86,8 +86,9 @@ class Deployment(ABC):
         self.undo = []
 
     @abstractmethod
-    def roll_back(self) -> None:
-        """Undo all changes since the last `keep`, the latest first."""
+    def roll_back(self, save_undo: Callable[[], None] = ignore) -> None:
+        """Undo all changes since the last `keep`, the latest first. `save_undo` is called when a command begins that
+        would outlive the daemon."""
 
     def counts(self) -> Counts:
         return self.meters.read(self._clients, self.config.served_name, {client.url for client in self._needed()})

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from paceline.draft.eagle3.checkpoint import is_eagle3
 from paceline.errors import (
+    CacheError,
     ConfigError,
     DeployError,
     DownloadError,
@@ -29,6 +30,7 @@ from paceline.errors import (
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import Counts, answer_of, ask, is_up, is_well
 from paceline.loop.adapt.servers.deployment import Deployment
+from paceline.loop.adapt.servers.vllm_sglang.commands import end_command, run_command
 from paceline.loop.adapt.servers.vllm_sglang.engine_folders import EngineFolders, check_length
 from paceline.model.checkpoint import read_json
 from paceline.net.streaming import Client
@@ -55,8 +57,10 @@ class _Restarted(Deployment):
     """Servers with one drafter each; replaces it server by server, on the first one before the others."""
 
     def __init__(self, config: DeployConfig, incumbent: Path | None, folders: EngineFolders | None = None) -> None:
-        """`undo`: ["server", address, folder that this server read before]."""
+        """`undo`: ["server", address, folder that this server read before]; while a command runs for this server, with
+        the command's identity (`commands.identity`)."""
         super().__init__(config)
+        self._save_undo: Callable[[], None] = ignore
         self._incumbent, self._folders = incumbent, folders
         self._loaded: Path | None = None
         """Drafter that was loaded after the incumbent and is not accepted yet."""
@@ -90,11 +94,12 @@ class _Restarted(Deployment):
         alone, except the last one, which that call may not have finished."""
         if self._incumbent is None:
             raise DeployError(f"nothing is known to go back to: {NO_INCUMBENT}")
+        self._save_undo = save_undo
         old, new, expected = self._incumbent, folder, None
         if self._folders:
             old, given = self._folders.given(old).folder, self._folders.given(new)
             new, expected = given.folder, self._folders.expected(given) if self.config.check_length else None
-        changed = [url for _, url, _ in self.undo]
+        changed = [url for _, url, *_ in self.undo]
         for client in clients:
             if client.url in changed[:-1]:
                 continue
@@ -124,10 +129,20 @@ class _Restarted(Deployment):
         super().keep()
         self._incumbent, self._loaded = self._loaded or self._incumbent, None
 
-    def roll_back(self) -> None:
+    def resume(self, undo: list[list[str | None]]) -> None:
+        """Take over the changes of an earlier daemon. If it was killed (SIGKILL) during a command, the command goes on
+        and would act after a rollback: it is ended."""
+        super().resume(undo)
+        for change in undo:
+            for command in filter(None, change[3:]):
+                end_command(command)
+            del change[3:]
+
+    def roll_back(self, save_undo: Callable[[], None] = ignore) -> None:
+        self._save_undo = save_undo
         clients = {client.url: client for client in self._clients}
         while self.undo:
-            _, url, before = self.undo[-1]
+            _, url, before, *_ = self.undo[-1]
             assert url is not None and before is not None
             if url in clients:
                 self._replace(clients[url], Path(before))
@@ -135,7 +150,7 @@ class _Restarted(Deployment):
         self._loaded = None
 
     def counts_apart(self) -> tuple[Counts, Counts] | None:
-        on_trial = {str(url) for _, url, _ in self.undo} or {self._clients[0].url}
+        on_trial = {str(url) for _, url, *_ in self.undo} or {self._clients[0].url}
         others = {client.url for client in self._clients} - on_trial
         if not others:
             return None
@@ -145,7 +160,7 @@ class _Restarted(Deployment):
     def _needed(self) -> list[Client]:
         """Servers that must answer: the only one with the drafter on trial, which another server's failure says nothing
         about; else all."""
-        on_trial = [client for client in self._clients if client.url in [url for _, url, _ in self.undo]]
+        on_trial = [client for client in self._clients if client.url in [url for _, url, *_ in self.undo]]
         return on_trial if len(on_trial) == 1 else self._clients
 
     def _replace(self, client: Client, folder: Path) -> None:
@@ -166,16 +181,24 @@ class _Restarted(Deployment):
         added["PACELINE_SPECULATIVE_CONFIG"] = json.dumps(speculative)
         limit, shown = self.config.patience_s, repr(masked(command))
         try:
-            done = subprocess.run(
-                shlex.split(command), env=os.environ | added, capture_output=True, text=True, timeout=limit
-            )
+            done = run_command(shlex.split(command), os.environ | added, limit, self._begun)
         except subprocess.TimeoutExpired as error:  # its text has the whole command
             raise DeployError(f"{shown} did not end within {limit:g} s for {client.url}: correct it") from error
         except (OSError, ValueError) as error:
             raise DeployError(f"{shown} did not run for {client.url} ({masked(str(error))}): correct it") from error
+        finally:
+            del self.undo[-1][3:]
         if done.returncode:
             output = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
             raise DeployError(f"{shown} failed for {client.url} ({masked(output[0])}): correct it")
+
+    def _begun(self, command: str | None) -> None:
+        """Save the identity of the command that runs for the server of the latest change."""
+        self.undo[-1][3:] = [] if command is None else [command]
+        try:
+            self._save_undo()
+        except CacheError as error:  # a full disk does not stop the command
+            log.warning("a restarted daemon would not end the command for %s: %s", self.undo[-1][1], error)
 
     def _method_of(self, folder: Path) -> str:
         """Method for vLLM's speculative config: after a rollback it may differ from that of the drafter before."""
@@ -224,7 +247,7 @@ class VllmServers(_Restarted):
         """Take over the changes of an earlier daemon. If that daemon was killed during `publish`, vLLM waits for the
         end of this weight update and refuses a new one. The next update therefore ends the earlier one first."""
         super().resume(undo)
-        self._updating = {str(url) for _, url, _ in undo}
+        self._updating = {str(url) for _, url, *_ in undo}
 
     def keep(self) -> None:
         super().keep()
@@ -291,7 +314,7 @@ class VllmServers(_Restarted):
         if name in self.meters.of:
             return all(_has(client, Path(drafter)) for client in self._clients if client.url == name)
         folder = self._folders.given(Path(drafter)).folder if self._folders else Path(drafter)
-        changed = [client for client in self._clients if client.url in [url for _, url, _ in self.undo]]
+        changed = [client for client in self._clients if client.url in [url for _, url, *_ in self.undo]]
         return all(_has(client, folder) for client in changed)
 
     def _takes_weights(self, client: Client, folder: Path) -> bool:
