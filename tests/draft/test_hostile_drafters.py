@@ -241,3 +241,28 @@ def test_absurd_sizes_are_refused_before_anything_is_allocated(method: str, key:
 def test_an_eagle3_model_type_that_is_no_name(kind: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="EAGLE-3 layers of model_type .* are not implemented"):
         Eagle3Config.from_json(raw_eagle3() | {"model_type": kind})
+
+
+def written_eagle3(folder: Path, **keys: Any) -> Path:
+    raw = raw_eagle3(**keys)
+    tensors = {name: tensor.detach() for name, tensor in loud_network(raw).state_dict().items()}
+    write_eagle3(folder, Eagle3Checkpoint(Eagle3Config.from_json(raw), tensors, torch.arange(11)))
+    return folder
+
+
+@pytest.mark.parametrize("method", ["dflash2", "eagle3"])
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "yarn", "factor": -4}, r"rope type 'yarn' needs a positive 'factor' \(got -4\): correct config"),
+        ({"rope_type": "longrope", "short_factor": 1}, "rope type 'longrope' needs a list of numbers 'short_factor'"),
+        ({"rope_type": "dynamic"}, "rope type 'dynamic' is not implemented"),
+    ],
+)
+def test_a_rope_type_is_refused_with_the_files_name(
+    method: str, rope: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path, raw_2()) if method == "dflash2" else written_eagle3(tmp_path)
+    change_config(folder, lambda raw: raw.update(rope_scaling=rope))
+    with pytest.raises((ModelFileError, UnsupportedModelError), match=f"^{folder}: {message}"):
+        read_trained(folder)

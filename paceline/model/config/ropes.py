@@ -95,30 +95,32 @@ def _rope(
     if scaling["rope_type"] in ("yarn", "longrope") and scaling.get("factor") is None:
         original = scaling["original_max_position_embeddings"]
         scaling["factor"] = max_position / original if is_whole(original) and original > 0 else None
-    check_rope(scaling)
+    check_rope(scaling, path)
     theta = fraction(given if given.get("rope_theta") is not None else values, "rope_theta", 10000.0, path)
     if theta <= 1:
         raise ModelFileError(f"{path}: rope_theta must be larger than 1 (got {theta}): correct config.json")
     return theta, None if scaling["rope_type"] == "default" else scaling
 
 
-def check_rope(scaling: dict[str, Any]) -> None:
-    """Check RoPE scaling options. Raises UnsupportedModelError for an unknown type, ModelFileError for an invalid
-    number."""
+def check_rope(scaling: dict[str, Any], path: Path | str = "config.json") -> None:
+    """Check RoPE scaling options. `path`: the config's name in error messages. Raises UnsupportedModelError for an
+    unknown type, ModelFileError for an invalid number."""
     rope_type = scaling.get("rope_type", "default")
     if rope_type not in ROPE_KEYS:
         raise UnsupportedModelError(
-            f"rope type {rope_type!r} is not implemented (known: default, linear, llama3, longrope, proportional, "
-            "yarn): the Transformers fallback runs such a safetensors folder"
+            f"{path}: rope type {rope_type!r} is not implemented (known: default, linear, llama3, longrope, "
+            "proportional, yarn): the Transformers fallback runs such a safetensors folder"
         )
     for key in (*ROPE_KEYS[rope_type], *(key for key in TABLES["rope_optional"] if scaling.get(key) is not None)):
         values: Any = scaling.get(key)
         if key in ROPE_LISTS and not (isinstance(values, (list, tuple)) and values):
             raise ModelFileError(
-                f"rope type {rope_type!r} needs a list of numbers {key!r} in the model's config (got {short(values)})"
+                f"{path}: rope type {rope_type!r} needs a list of numbers {key!r} (got {short(values)}): correct "
+                "config.json"
             )
         for value in values if key in ROPE_LISTS else [values]:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
                 raise ModelFileError(
-                    f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {short(value)})"
+                    f"{path}: rope type {rope_type!r} needs a positive {key!r} (got {short(value)}): correct "
+                    "config.json"
                 )
