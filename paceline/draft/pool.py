@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter, PredictionDrafter
 from paceline.draft.tapped import TappedDrafter
-from paceline.errors import ConfigError, shown
+from paceline.errors import ConfigError, DrafterMismatchError, shown
 from paceline.model.sharing import is_as_read, sharing
 from paceline.model.target import Target
 from paceline.plan.planner import Offer, Planner
@@ -60,7 +60,10 @@ def bind(drafter: Drafter, target: Target, *, keeps: bool = False, is_alone: boo
     with sharing(target, has_weights=bool(drafter.source) and not is_alone) as held:
         if keeps:
             drafter.keep_weights()
-        drafter.bind(target)
+        try:
+            drafter.bind(target)
+        except DrafterMismatchError as error:
+            raise DrafterMismatchError(f"{drafter.source or drafter.name}: {error}") from error
     if held:  # empty if it was bound to this cache before
         as_read = {key: size for key, size in drafter.held.items() if is_as_read(key)}
         drafter.held = as_read | held

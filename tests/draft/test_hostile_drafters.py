@@ -12,20 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stored_drafters import BOTH_WAYS, IDS, raw_2, written
-from tiny_dflash import HIDDEN, raw_config
+from tiny_dflash import HIDDEN, raw_config, tiny_target
 from tiny_eagle3 import IDS as EAGLE_IDS
 from tiny_eagle3 import loud_network, raw_eagle3
 from torch import Tensor
 
 from paceline.draft.dflash.checkpoint import DENSE, read_stored, write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Config, read_eagle3, write_eagle3
+from paceline.draft.eagle3.checkpoint import LAYER_IDS, Eagle3Checkpoint, Eagle3Config, read_eagle3, write_eagle3
 from paceline.draft.formats.export import export, rows_of
 from paceline.draft.formats.inspection import described
 from paceline.draft.formats.packed import PACKED
-from paceline.draft.registry import read_trained
+from paceline.draft.pool import bind
+from paceline.draft.registry import make_drafter, read_trained
 from paceline.draft.vocabulary import DRAFT_IDS
-from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.errors import DrafterMismatchError, ModelFileError, UnsupportedModelError
 
 HEAD_VD = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0))
 NAN, NUMBER, ONE = torch.full((4,), float("nan")), torch.tensor(1), torch.tensor(1.0)
@@ -266,3 +267,14 @@ def test_a_rope_type_is_refused_with_the_files_name(
     change_config(folder, lambda raw: raw.update(rope_scaling=rope))
     with pytest.raises((ModelFileError, UnsupportedModelError), match=f"^{folder}: {message}"):
         read_trained(folder)
+
+
+@pytest.mark.parametrize("method", ["dflash2", "eagle3"])
+def test_a_drafter_of_another_target_is_refused_with_its_name(method: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, raw_2(target_hidden_size=16)) if method == "dflash2" else written_eagle3(tmp_path)
+    if method == "eagle3":
+        change_config(folder, lambda raw: raw.update({LAYER_IDS: [1, 2, 9], "eagle_config": {}}))
+    target = tiny_target()
+    drafter = make_drafter(str(folder), target)
+    with pytest.raises(DrafterMismatchError, match=f"^{folder}: (hidden size|tapped layers): the drafter says"):
+        bind(drafter, target)
