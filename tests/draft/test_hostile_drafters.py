@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.draft.dflash.checkpoint import DENSE, read_stored, write_checkpoint
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.eagle3.checkpoint import LAYER_IDS, Eagle3Checkpoint, Eagle3Config, read_eagle3, write_eagle3
+from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.draft.formats.export import export, rows_of
 from paceline.draft.formats.inspection import described
 from paceline.draft.formats.packed import PACKED
@@ -278,3 +279,17 @@ def test_a_drafter_of_another_target_is_refused_with_its_name(method: str, tmp_p
     drafter = make_drafter(str(folder), target)
     with pytest.raises(DrafterMismatchError, match=f"^{folder}: (hidden size|tapped layers): the drafter says"):
         bind(drafter, target)
+
+
+def test_an_eagle3_embedding_is_not_initialised_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Initialising it without memory imported TorchDynamo, in ten seconds on two busy cores."""
+    folder = written_eagle3(tmp_path, hidden_size=24, target_hidden_size=HIDDEN)
+
+    def initialised(*_: Any, **options: Any) -> None:
+        raise AssertionError("an embedding is initialised that is read")
+
+    monkeypatch.setattr(torch.nn.init, "normal_", initialised)
+    network = Eagle3Drafter.from_folder(folder).network
+    assert network.embed_tokens.weight.requires_grad and network.embed_tokens.weight.shape == (11, 24)

@@ -99,7 +99,8 @@ class Eagle3Network(nn.Module):
         self.norm = Norm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if has_embedding:
-            self.embed_tokens = nn.Embedding(shape.vocab_size, size)
+            # Made of a tensor: initialising one on the device "meta" imports TorchDynamo, which takes seconds.
+            self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(shape.vocab_size, size), freeze=False)
 
     @classmethod
     def of(cls, config: Eagle3Config, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
