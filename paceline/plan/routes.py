@@ -232,10 +232,10 @@ class Router:
         arm.num_given, arm.num_running = arm.num_given + 1, arm.num_running + 1
         return drafter, name
 
-    def pin(self, cluster: str, drafter: str | None) -> None:
+    def pin(self, cluster: str, drafter: str | None) -> tuple[str, Cluster]:
         """Pin a cluster to a drafter: all its new requests get this drafter, unless it is clearly slower than plain
-        decoding. None: let the router choose again. `cluster`: the cluster's name, or its label in metrics. Raises
-        ConfigError for an unknown cluster."""
+        decoding. None: let the router choose again. `cluster`: the cluster's name, or its label in metrics. Returns its
+        name and statistics; they are empty while the cluster is evicted. Raises ConfigError for an unknown cluster."""
         match = next((name for name in (*self.clusters, *self._pins) if cluster in (name, label(name))), None)
         if match is None:
             known = ", ".join(map(label, self.clusters)) or "none"
@@ -245,6 +245,7 @@ class Router:
         self._pins.pop(match, None)
         if drafter is not None:
             self._pins[match] = drafter
+        return match, self.clusters.get(match, Cluster(pinned=drafter))
 
     def _first(self, drafter: str) -> int:
         """Returns how often a drafter is tried in a new cluster."""

@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 from paceline.plan.clusters import label
 from paceline.plan.costs import PassCosts
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Plan
-from paceline.plan.routes import CREDIT, EXPLORED, FIRST, KEEP, Router
+from paceline.plan.routes import CREDIT, EXPLORED, FIRST, KEEP, Cluster, Router
 from paceline.types import LOOKUP, Offer, RoundStats, Row, SamplingParams, Sequence, Take
 
 NOISE = 0.25
@@ -336,6 +336,6 @@ def test_an_evicted_cluster_keeps_its_pin_and_the_counts_of_running_requests(mon
     for key in range(3):
         router.ended(key)
     assert all(arm.num_running >= 0 for arm in router.clusters["tag:x"].arms.values())
-    router.pin("tag:y", None)  # while it is evicted
+    assert router.pin("tag:y", None) == ("tag:y", Cluster())  # while it is evicted
     choose("y", 4)
     assert router.clusters["tag:y"].pinned is None

@@ -376,6 +376,11 @@ def test_a_kind_of_requests_is_sent_to_one_member(live: Live) -> None:
         assert {drafter_of() for _ in range(4)} == {name}
     status, row, _ = live.request("DELETE", f"/admin/clusters/{kind['label']}")
     assert (status, row["pinned"]) == (200, None)
+    live.post(f"/admin/clusters/{kind['label']}", {"drafter": "words"})
+    in_engine(live, lambda model: model.engine.router.clusters.pop("tag:t"))  # evicted, but still pinned
+    path = "/admin/clusters/tag:t"
+    rows = [live.post(path, {"drafter": "none"})[1], live.request("DELETE", path)[1]]
+    assert [(row.get("pinned"), row.get("requests")) for row in rows] == [("none", 0), (None, 0)]
     for cluster, name, words in (
         ("nothing", "words", "no cluster 'nothing'"),
         (kind["label"], "nobody", "no drafter 'nobody'"),

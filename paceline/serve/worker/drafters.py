@@ -30,6 +30,7 @@ from paceline.types import CANDIDATE, NONE, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
+    from paceline.plan.routes import Cluster
 
 TRY_SECONDS = 60.0
 """Time limit of a drafter's trial request, including its wait for a row."""
@@ -147,16 +148,15 @@ class Drafters:
         `clusters`. Raises ApiError for an unknown class or drafter, and if no router chooses the drafters, as without
         --route auto."""
 
-        def pin(model: LLM) -> None:
+        def pin(model: LLM) -> dict[str, Any]:
             if name not in (None, NONE):
                 model.engine.pool.member(name)
             if model.engine.router is None:
                 raise ConfigError("this server does not choose drafters by clusters: start it with --route auto")
-            model.engine.router.pin(cluster, name)
+            return _cluster(*model.engine.router.pin(cluster, name))
 
         with _refusing(404):
-            await self._call(pin)
-        return next(row for row in await self.clusters() if cluster in (row["cluster"], row["label"]))
+            return await self._call(pin)
 
     async def _changed(self, name: str) -> dict[str, Any]:
         self._worker.info = await self._worker.call(ModelInfo.of)
@@ -251,17 +251,18 @@ NO_MEMORY = _sizes(Memory(0, 0))
 
 def _clusters(model: LLM) -> list[dict[str, Any]]:
     router = model.engine.router
-    return [
-        {
-            "cluster": name,
-            "label": label(name),
-            "pinned": cluster.pinned,
-            "requests": cluster.num_requests,
-            "gains": {member: round(arm.gain, 4) for member, arm in cluster.arms.items()},
-            "given": {member: arm.num_given for member, arm in cluster.arms.items()},
-        }
-        for name, cluster in (router.clusters if router else {}).items()
-    ]
+    return [_cluster(name, cluster) for name, cluster in (router.clusters if router else {}).items()]
+
+
+def _cluster(name: str, cluster: Cluster) -> dict[str, Any]:
+    return {
+        "cluster": name,
+        "label": label(name),
+        "pinned": cluster.pinned,
+        "requests": cluster.num_requests,
+        "gains": {member: round(arm.gain, 4) for member, arm in cluster.arms.items()},
+        "given": {member: arm.num_given for member, arm in cluster.arms.items()},
+    }
 
 
 @contextlib.contextmanager
