@@ -46,9 +46,11 @@ class Pace:
 
     def observe(self, token_s: Iterable[float]) -> None:
         """Record the mean seconds per token of each finished answer. Once there are enough new ones, computes the
-        interval from them, unless it is fixed."""
+        interval from them. Does nothing if the interval is fixed."""
+        if self._is_fixed:
+            return
         self._measured += token_s
-        if len(self._measured) >= self._due and not self._is_fixed:
+        if len(self._measured) >= self._due:
             kept_s = sorted(self._measured)[int(KEPT * (len(self._measured) - 1))]
             self.interval_s = max(kept_s, LEAST_S)
             self._due, self._measured = WINDOW, []
