@@ -39,11 +39,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
+from paceline.interop import LEAST_VERSION, is_too_old
 from paceline.net.loopback import is_loopback
 
 PATH = "/paceline/draft-weights"
 KEY = "PACELINE_ADMIN_KEY"
-LEAST_VERSION = (0, 32)
 METHODS = ("dflash", "eagle3")
 """Methods of speculative decoding whose drafters have no state but their weights."""
 FREE_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "paceline")
@@ -132,9 +132,9 @@ def obstacle(worker: Any) -> str | None:
     import vllm  # pyright: ignore[reportMissingImports]
     from vllm.config import CompilationMode  # pyright: ignore[reportMissingImports]
 
-    numbers = [int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit()]
-    if tuple(numbers) < LEAST_VERSION or not hasattr(worker, "get_draft_model"):
-        return f"vLLM {vllm.__version__} cannot replace draft weights: install 0.32 or later"
+    if is_too_old(vllm.__version_tuple__) or not hasattr(worker, "get_draft_model"):
+        least = ".".join(map(str, LEAST_VERSION))
+        return f"vLLM {vllm.__version__} cannot replace draft weights: install {least} or later"
     speculative, config = worker.speculative_config, worker.vllm_config
     draft = getattr(speculative, "draft_model_config", None)
     if speculative is None or draft is None or speculative.method not in METHODS:

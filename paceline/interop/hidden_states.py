@@ -26,10 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import ConfigError, reraised
+from paceline.interop import LEAST_VERSION, is_too_old
 
 log = logging.getLogger("paceline.interop")
-LEAST_VERSION = (0, 32)
-"""Oldest vLLM whose example connector has the methods that are replaced here."""
 NEEDED = ("_submit_async_write", "_write_tensors", "_on_write_done")
 """Methods of vLLM's example connector that this one replaces or calls."""
 UNFINISHED = ".part"
@@ -50,9 +49,9 @@ with reraised(
 def check_version(version: str, numbers: tuple[Any, ...], connector: type) -> None:
     """Raises ConfigError if the installed vLLM does not fit: it is older than 0.32, or its example connector lacks a
     method in NEEDED. `version`: vLLM's version as text; `numbers`: its `__version_tuple__`; `connector`: class of the
-    example connector. For a build from source, whose version is (0, 0, ...), only the methods are checked."""
+    example connector. For a build from source without a known version (`is_too_old`), only the methods are checked."""
     missing = [name for name in NEEDED if not hasattr(connector, name)]
-    if (0, 0) != numbers[:2] < LEAST_VERSION or missing:
+    if is_too_old(numbers) or missing:
         least = ".".join(map(str, LEAST_VERSION))
         lacks = f", whose {connector.__name__} has no {', '.join(missing)}" if missing else ""
         raise ConfigError(

@@ -116,7 +116,7 @@ def get_model(vllm_config: Any, model_config: Any, load_config: Any) -> nn.Modul
 def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """vLLM's modules, as far as they are imported."""
     module: Any = ModuleType("vllm")
-    module.__version__ = "0.32.1rc1+cpu"
+    module.__version__, module.__version_tuple__ = "0.32.1rc1+cpu", (0, 32, 1, "rc1", "cpu")
     parts = {
         "vllm": module,
         "vllm.config": SimpleNamespace(CompilationMode=SimpleNamespace(NONE=0), set_current_vllm_config=nullcontext),
@@ -206,7 +206,7 @@ class TestWorker:
             return worker.draft_weights_state()["problem"] or ""
 
         for place, name, value, words in (
-            (vllm, "__version__", "0.31.2", "vLLM 0.31.2 cannot replace draft weights: install 0.32"),
+            (vllm, "__version_tuple__", (0, 31, 2), "cannot replace draft weights: install 0.32"),
             (worker.speculative_config, "method", "ngram", "does not draft with dflash or eagle3"),
             (config.parallel_config, "data_parallel_size", 2, "one server for each replica"),
             (config.parallel_config, "pipeline_parallel_size", 2, "one server for each replica"),
@@ -221,6 +221,9 @@ class TestWorker:
         assert problem() == ""
         config.device_config.device_type, config.compilation_config.mode = "cuda", 3
         assert problem() == ""
+        for build in ((0, 0, "dev"), (0, 1, "dev7", "gabc")):  # from source, without git tags
+            vllm.__version_tuple__ = build
+            assert problem() == ""
 
 
 class Engine:

@@ -179,6 +179,7 @@ def test_the_folder_is_checked_at_the_start(module: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("version", "numbers", "lacks"),
     [
+        ("0.1.7", (0, 1, 7), ""),
         ("0.23.1", (0, 23, 1), ""),
         ("0.32.0", (0, 32, 0), "_write_tensors"),
         ("dev", (0, 0, "dev"), "_submit_async_write"),
@@ -196,7 +197,8 @@ def test_another_vllm_is_refused(module: Any, version: str, numbers: tuple[Any, 
 
 def test_a_later_vllm_and_one_built_from_source_are_taken(module: Any) -> None:
     kind = type("ExampleHiddenStatesConnector", (), dict.fromkeys(module.NEEDED))
-    for version, numbers in (("0.33.0", (0, 33, 0)), ("1.0.0", (1, 0, 0)), ("dev", (0, 0, "dev"))):
+    from_source = (("dev", (0, 0, "dev")), ("0.1.dev7+gabc", (0, 1, "dev7", "gabc")))
+    for version, numbers in (("0.33.0", (0, 33, 0)), ("1.0.0", (1, 0, 0)), *from_source):
         module.check_version(version, numbers, kind)
 
 
