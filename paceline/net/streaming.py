@@ -225,7 +225,7 @@ def served_model(client: Client, wanted: str | None, option: str = "--served-nam
         raise DownloadError(f"there is no server at {client.url} ({error}): start it, or check the address") from error
     check_key(client.url, reply.status, client.has_key)
     try:
-        owners = {str(model["id"]): str(model.get("owned_by")) for model in json.loads(reply.body)["data"]}
+        owners = {str(model["id"]): str(model.get("owned_by") or "") for model in json.loads(reply.body)["data"]}
     except (ValueError, KeyError, TypeError, AttributeError):
         owners = {}
     if not wanted and not owners:

@@ -21,7 +21,7 @@ from paceline.loop.audit.evidence import SLOPES, Draw, Group, buckets, detectabl
 from paceline.loop.audit.run import audit, stop_in
 from paceline.loop.audit.scores import scores_of
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.net.streaming import Client, served_name
+from paceline.net.streaming import Client, served_model, served_name
 
 LOGITS_TV = 2.0 * torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
 
@@ -217,6 +217,14 @@ def test_servers_that_cannot_be_asked(status: str, body: Any, kind: Any, message
         else:
             with pytest.raises(kind, match=message):
                 served_name(client, "small")
+        client.close()
+
+
+@pytest.mark.parametrize("owner", [{}, {"owned_by": None}])
+def test_a_model_without_an_owner_has_an_empty_one(owner: dict[str, None]) -> None:
+    with answering(lambda _: whole({"data": [{"id": "small", **owner}]})) as upstream:
+        client = Client(upstream.url, keeps=False)
+        assert served_model(client, None) == ("small", "")
         client.close()
 
 
