@@ -204,7 +204,7 @@ def inspect(
         facts = described_mtp(module.layer, folder)
     elif kind == "eagle3":
         stored = read_eagle3(folder)
-        module, facts = Eagle3Drafter.from_folder(folder), described_eagle3(stored, folder)
+        module, facts = Eagle3Drafter.from_folder(folder), described_eagle3(stored)
     else:
         stored = read_stored(folder)
         module, facts = drafter_from(stored, folder), described(stored, folder)

@@ -88,7 +88,7 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
     ]
 
 
-def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
+def described_eagle3(stored: Eagle3Checkpoint) -> list[Fact]:
     """Returns the properties of an EAGLE-3 drafter, with explanations for the user."""
     config, shape, raw = stored.config, stored.config.shape, stored.config.raw
     style = "speculators' names" if "transformer_layer_config" in raw else "SpecForge's names"
