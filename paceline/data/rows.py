@@ -80,11 +80,15 @@ class Dropped:
         return bool(self.counts)
 
     def __str__(self) -> str:
-        """Summary of skipped rows: "3 rows left out: 2 not JSON (a.jsonl, line 7: ...), 1 empty (...)"."""
+        return self.summary("rows")
+
+    def summary(self, unit: str) -> str:
+        """Summary of what was skipped: "3 rows left out: 2 not JSON (a.jsonl, line 7: ...), 1 empty (...)". `unit`:
+        what is counted, such as "rows"."""
         listed = ", ".join(
             f"{number} {reason} ({self.examples[reason]})" for reason, number in self.counts.most_common()
         )
-        return f"{self.counts.total()} rows left out: {listed}"
+        return f"{self.counts.total()} {unit} left out: {listed}"
 
 
 def rows_of(source: str | Path) -> tuple[str, Rows]:

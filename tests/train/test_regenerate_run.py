@@ -246,13 +246,28 @@ def test_what_cannot_be_answered(
     line = regenerate(ask(tmp_path / "mixed", str(mixed), answering=answering))
     assert (line["num_answers"], line["num_too_long"], line["num_cut_short"]) == (1, 1, 1)
     output = capsys.readouterr().err
-    assert "1 prompts left out: longer than 60 tokens, the longest 118" in output
+    assert "1 conversations left out: prompt longer than 60 tokens, the longest 118" in output
     assert "1 conversations ended early" in output
     mixed.write_text(json.dumps({"prompt": "x" * 100}) + "\n")
     with pytest.raises(
-        PromptError, match="all 1 prompts are longer than 60 tokens, the longest 118: raise max_prompt_tokens"
+        PromptError, match="1 have a prompt longer than 60 tokens, the longest 118: raise max_prompt_tokens"
     ):
         regenerate(ask(tmp_path / "long", str(mixed), answering=answering))
+
+
+def test_messages_count_conversations_and_not_prompts(
+    tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At three temperatures, one prompt that is too long and one with unknown tokens were counted three times."""
+    mixed = tmp_path / "mixed.jsonl"
+    rows = {"prompt": "x" * 100}, {"prompt_ids": [1, 10**6]}, {"prompt": "Hi"}
+    mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answering = AnswerConfig(max_tokens=10, max_prompt_tokens=60, temperatures=(0.0, 0.5, 1.0))
+    line = regenerate(ask(tmp_path / "run", str(mixed), answering=answering))
+    assert (line["num_answers"], line["num_too_long"]) == (3, 3)
+    output = capsys.readouterr().err
+    assert "3 conversations left out: prompt longer than 60 tokens" in output
+    assert "3 conversations left out: 3 with tokens that the target does not have (" in output
 
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
         for part in parts:
             refused.update(part.refused)
         if refused:
-            progress.say(str(refused))
+            progress.say(refused.summary("conversations"))
         too_long = Counter({"prompt too long": sum(part.num_too_long for part in parts)})
         done.dropped = dict(rejected + too_long + refused.counts)
         if not done.num_answers:

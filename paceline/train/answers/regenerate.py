@@ -208,19 +208,21 @@ def _report(
     config: RegenerateConfig, done: Regenerated, written: SelfWritten, ranks: Ranks, progress: Progress
 ) -> None:
     limit = config.answering.max_prompt_tokens
-    left_out = f"longer than {limit} tokens, the longest {done.num_tokens_too_long}"
-    refused = str(done.refused) if done.refused else ""
+    too_long = f"prompt longer than {limit} tokens, the longest {done.num_tokens_too_long}"
+    refused = done.refused.summary("conversations") if done.refused else ""
     if not done.num_answers and not done.num_found and (done.num_too_long or refused):
         if not done.num_too_long:
             raise PromptError(f"no prompt can be asked of this target: {refused}")
         more = f" ({refused})" if refused else ""
-        raise PromptError(f"all {done.num_too_long} prompts are {left_out}{more}: raise max_prompt_tokens")
+        raise PromptError(
+            f"no conversation can be answered, {done.num_too_long} have a {too_long}{more}: raise max_prompt_tokens"
+        )
     dropped = ", ".join(f"{count} {reason}" for reason, count in written.dropped.most_common())
     lost = ", ".join(f"{number} {reason}" for reason, number in done.lost.items())
     cut_short = f"{done.num_cut_short} conversations ended early: an answer or the next prompt was too long"
     notes = (
         (done.num_found, f"{done.num_found} conversations had been answered before"),
-        (done.num_too_long, f"{done.num_too_long} prompts left out: {left_out}"),
+        (done.num_too_long, f"{done.num_too_long} conversations left out: {too_long}"),
         (refused, refused),
         (done.num_cut_short, cut_short),
         (dropped, f"self-written prompts dropped: {dropped}"),
