@@ -11,9 +11,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from paceline.errors import CacheError, reraised
 from paceline.model.checkpoint import load_config, random_tensors
-from paceline.runs.folder import write_whole
+from paceline.runs.folder import whole_file, write_whole
 from paceline.runs.ranks import Ranks
 from paceline.train.config import TrainConfig
 from paceline.train.run_file import with_defaults
@@ -51,15 +50,15 @@ def write_tiny_target(folder: Path) -> Path:
     folder. Raises CacheError for disk errors."""
     if (folder / "model.safetensors").is_file():
         return folder
-    with reraised(CacheError, f"cannot write the tiny target to {folder}", "choose another --out", OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(PARTS["config"], indent=1), encoding="utf-8")
-        byte_tokenizer(PARTS["special_tokens"]).save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps(PARTS["tokenizer_config"]), encoding="utf-8")
-        # Larger weights than usual and an untied head: otherwise the model repeats one token forever.
-        tensors = random_tensors(load_config(folder))
-        louder = {name: tensor if "norm" in name else tensor * 4 for name, tensor in tensors}
-        save_file(louder, folder / "model.safetensors")
+    write_whole(folder / "config.json", json.dumps(PARTS["config"], indent=1))
+    with whole_file(folder / "tokenizer.json") as scratch:
+        byte_tokenizer(PARTS["special_tokens"]).save(str(scratch))
+    write_whole(folder / "tokenizer_config.json", json.dumps(PARTS["tokenizer_config"]))
+    # Larger weights than usual and an untied head: otherwise the model repeats one token forever.
+    tensors = random_tensors(load_config(folder))
+    louder = {name: tensor if "norm" in name else tensor * 4 for name, tensor in tensors}
+    with whole_file(folder / "model.safetensors") as scratch:  # written last: it marks the others as complete
+        save_file(louder, scratch)
     return folder
 
 
