@@ -21,6 +21,7 @@ from typing import Any, cast
 import pytest
 from fake_ray import FakeRay, RayFailed, Rows
 from ray_runs import RAY, TARGET, Doubling, Seen, dying, ended, files_of, going_on, training
+from regenerated import Heard
 from small_llm import tiny_model
 
 from paceline.errors import ConfigError, DownloadError, PromptError
@@ -152,6 +153,19 @@ class TestOnADouble:
         assert [len(rows.asked) for rows in fake.rows] == [4, 1], (
             "only prompts that lack an answer are sent: one is too long"
         )
+
+    def test_the_bar_counts_conversations_that_are_left_out(
+        self, fake: FakeRay, regenerate_config: RegenerateConfig, tmp_path: Path
+    ) -> None:
+        """Three conversations are too long, three are refused: 6 of 9 never arrive as answers."""
+        prompts = tmp_path / "prompts.jsonl"
+        rows = {"prompt": "too long " * 40}, {"prompt_ids": [1, 10**6]}, {"prompt": "Sing!"}
+        prompts.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        prompting, heard = PromptsConfig((str(prompts),)), Heard()
+        config = replace(regenerate_config, out=tmp_path / "run", prompting=prompting, remote=RAY)
+        done = regenerate(config, progress=heard)
+        assert (done.num_answers, done.num_too_long, done.refused.counts.total()) == (3, 3, 3)
+        assert heard.totals == [len(heard.texts)] == [9]
 
     @pytest.mark.slow
     def test_hidden_states_are_those_of_one_process(

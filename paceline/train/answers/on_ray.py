@@ -80,11 +80,17 @@ class _InMemory:
         self.written += answers
 
 
-def _answered(llm: LLM, answering: AnswerConfig, batch: list[PromptTask]) -> list[tuple[list[Answer], Regenerated]]:
+def _answered(
+    llm: LLM, answering: AnswerConfig, batch: list[PromptTask]
+) -> list[tuple[list[Answer], Regenerated, set[str]]]:
+    """Returns one tuple for the batch: its answers, the counts, and the keys of the conversations without an answer
+    (prompt too long, or refused)."""
     finished = {key for item in batch for key in item.finished}
     shards = _InMemory(finished, {key: answers for item in batch for key, answers in item.begun.items()})
-    done = Regenerator(llm, shards, answering).run([item.prompt for item in batch])
-    return [(shards.written, done)]
+    prompts = [item.prompt for item in batch]
+    done = Regenerator(llm, shards, answering).run(prompts)
+    left_out = conversations_of(prompts, answering).keys() - finished - {answer.key for answer in shards.written}
+    return [(shards.written, done, left_out)]
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
@@ -119,8 +125,8 @@ def _shared(config: RegenerateConfig, prompts: list[Prompt], shards: AnswerShard
             with connected(where) as ray:
                 job = Answering(engine, config.answering)
                 at_most = max(1, BATCHES_OF_ROWS * config.max_batch // samples)
-                for answers, counts in distributed(ray, where, job, missing, at_most):
-                    writer.add(answers, counts)
+                for answers, counts, left_out in distributed(ray, where, job, missing, at_most):
+                    writer.add(answers, counts, left_out)
         finally:
             writer.buffer.write()
     done.wall_s = time.monotonic() - began
@@ -152,9 +158,10 @@ class _AnswerWriter:
     advance: Advance = lambda text, share=None: None
     _seen: set[str] = field(default_factory=set)
 
-    def add(self, batch: list[Answer], counts: Regenerated) -> None:
-        """Adds a batch's answers to those of the run, and the worker's `counts` to the run's counts. Ignores a
-        conversation that has already arrived."""
+    def add(self, batch: list[Answer], counts: Regenerated, left_out: set[str]) -> None:
+        """Adds a batch's answers to those of the run, and the worker's `counts` to the run's counts. Advances the
+        progress bar, also for the conversations `left_out` (keys), which have no answer. Ignores a conversation that
+        has already arrived."""
         for key, group in groupby(batch, key=lambda answer: answer.key):
             answers = list(group)
             if key in self._seen:
@@ -165,6 +172,9 @@ class _AnswerWriter:
             self.buffer.add(answers)
             self.done.num_answers += len(answers)
             self.done.num_tokens += sum(len(answer.answer_ids) for answer in answers)
+            self.advance("answering")
+        for key in left_out - self._seen:
+            self._seen.add(key)
             self.advance("answering")
         self.done.num_too_long += counts.num_too_long
         self.done.num_tokens_too_long = max(self.done.num_tokens_too_long, counts.num_tokens_too_long)
