@@ -19,6 +19,7 @@ from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.formats.export import export, rows_of
 from paceline.draft.formats.family import read_drafter
+from paceline.draft.formats.packed import PACKED
 from paceline.draft.registry import make_drafter
 from paceline.errors import CacheError, ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.target import head_weight
@@ -172,6 +173,14 @@ def test_z_labs_format_has_the_draft_vocabulary_as_vllm_reads_it(tmp_path: Path)
     assert notes[0].startswith("the draft vocabulary of 4 tokens") and "--model" not in notes[0]
     assert json.loads((tmp_path / "plain/config.json").read_text()) == raw_config()
     assert "lm_head.weight" not in load_file(tmp_path / "plain/model.safetensors")
+
+
+def test_the_vocabulary_of_dense_weights_next_to_packed_ones_is_read(tmp_path: Path) -> None:
+    """All readers prefer model.safetensors; one of them returned no draft vocabulary because of the packed file."""
+    source, out = written(tmp_path / "own", raw_config(), IDS), tmp_path / "z"
+    exported(source, "z-lab", out, head_rows=rows_of(head_weight(tiny_target())))
+    (out / PACKED).write_bytes(b"not read")
+    assert ids_of(out) == IDS.tolist()
 
 
 @pytest.mark.parametrize(

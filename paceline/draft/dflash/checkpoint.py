@@ -132,7 +132,7 @@ def read_draft_ids(folder: Path | str) -> Tensor | None:
         return read_stored(folder).vocabulary.ids
     if separate := vocabulary.read_draft_ids(folder):
         return separate.ids
-    return None if (folder / PACKED).is_file() else vocabulary.split(dict(load_tensors(folder)), folder)[1].ids
+    return None if weights_file(folder).name == PACKED else vocabulary.split(dict(load_tensors(folder)), folder)[1].ids
 
 
 def write_checkpoint(
