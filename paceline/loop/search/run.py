@@ -27,6 +27,7 @@ from paceline.loop.search.rating import Rated, rate
 from paceline.loop.search.space import Space
 from paceline.loop.search.trials import Measured, Trials, winner_of
 from paceline.report.pages import Plot, Series, curves, write_report
+from paceline.report.statistics import Tone
 from paceline.report.tables import SILENT, Column, Progress, Table, flat, with_interval
 from paceline.runs.folder import RESUME, RunFolder, plain, whole_folder
 from paceline.runs.lock import only_run
@@ -247,7 +248,7 @@ def write(result: SearchResult, config: SearchConfig, run: RunFolder, progress: 
         series = Series("last measurement", [number for number, _ in points], [speed for _, speed in points])
         return [curves("Trials", [series], xlabel="trial", ylabel="times plain decoding")]
 
-    tone = "good" if result.is_better else "neutral"
+    tone: Tone = "good" if result.is_better else ""
     sections: Any = {"Trials": [note, replace(table, title="", notes=())]}
     settings = flat(plain(asdict(config)))
     if notice := write_report(run, draw, "Search", line, sections, tone=tone, explained=[], settings=settings):

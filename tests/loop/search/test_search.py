@@ -228,6 +228,13 @@ def test_the_exit_status_says_which_settings_are_kept(
     assert status == (None if is_better else 3)
 
 
+@pytest.mark.parametrize(("is_better", "tone"), [(True, "verdict good"), (False, "verdict")])
+def test_the_verdict_has_the_colour_of_a_tone(tmp_path: Path, is_better: bool, tone: str) -> None:
+    result = search_run.SearchResult(tmp_path, tmp_path, "layers 2", is_better, None, (None, None), (), 3.0)
+    search_run.write(result, SearchConfig(out=tmp_path), RunFolder.create("search", {}, tmp_path), Progress())
+    assert f'<p class="{tone}">' in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_unusable_rows_are_left_out_unless_it_is_strict(tmp_path: Path, strict: bool) -> None:
     """They were an error with and without --strict."""
