@@ -239,7 +239,8 @@ class ServersConfig:
         for name in self.speculate or ():
             is_tree = Speculation.of(name).num_nodes > 0
             refuse(ConfigError, (is_tree, f"speculate {name}: choose from off, auto, full and numbers of drafts"))
-        refuse(ConfigError, (self.speculate == (), "speculate names no contender: write it as off,auto"))
+        example = "give at least one of off, auto, full and numbers of drafts, such as off,auto"
+        refuse(ConfigError, (self.speculate == (), f"speculate is empty: {example}"))
         if self.speculate:
             object.__setattr__(self, "speculate", tuple(dict.fromkeys(self.speculate)))
 
@@ -295,7 +296,8 @@ class ArmsConfig:
             object.__setattr__(self, "drafters", (BASELINE, "default"))
         names = [name for name, _ in (*self.named_drafters, *self.named_urls)]
         twice = next((name for name in names if names.count(name) > 1), None)
-        refuse(ConfigError, (twice is not None, f"two arms are called {twice!r}: write them as NAME=..."))
+        remedy = "name each of them, as NAME=DRAFTER or NAME=URL"
+        refuse(ConfigError, (twice is not None, f"two of the compared drafters and urls are named {twice!r}: {remedy}"))
 
     @property
     def named_drafters(self) -> list[tuple[str, str]]:

@@ -59,9 +59,7 @@ def read_task(given: str, limit: int | None = None) -> Task:
         raise PromptError(f"{file} is no file of task {name}: its rows need {', '.join(sorted(needed))}")
     prompts = read_prompts(file, limit)
     if len(prompts) != len(rows):
-        raise PromptError(
-            f"{len(rows) - len(prompts)} rows of {file} are no prompts of their own: correct or remove them"
-        )
+        raise PromptError(f"{file} has {len(rows)} rows but {len(prompts)} prompts: write one prompt per line")
     invalid = (ValueError, TypeError, LookupError, AttributeError)
     with reraised(PromptError, f"{file} has a row whose answer cannot be checked", "correct it", *invalid):
         for row in rows:

@@ -91,7 +91,7 @@ def test_code_runs_within_limits(tmp_path: Path) -> None:
     assert not runs("x = bytearray(2**31)"), "it gets little memory"
 
 
-def test_tasks_and_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_tasks_and_settings_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "Why?"}\n')
     for task, message in (
@@ -110,6 +110,10 @@ def test_tasks_and_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
             read_task(f"{name}={file}")
     with pytest.raises(PromptError, match="cannot read"):
         read_task(f"tickets={tmp_path / 'none.jsonl'}")
+    file.write_text('{"question": "Why?", "answer": "2"}\n' * 2)
+    monkeypatch.setattr("paceline.bench.tasks.read_prompts", lambda file, limit: [])
+    with pytest.raises(PromptError, match="has 2 rows but 0 prompts: write one prompt per line"):
+        read_task(f"gsm8k={file}")
     with pytest.raises(ConfigError, match="give tasks"):
         LossyConfig()
     with pytest.raises(SamplingError, match="lossy rule"):

@@ -252,7 +252,7 @@ def test_what_can_be_wrong_with_a_server(tmp_path: Path) -> None:
     [
         (("--url", "http://127.0.0.1:1", "--dtype", "float32"), "--dtype cannot change a server that runs"),
         (("--speculate", "sometimes"), "'sometimes' is not known"),
-        (("--speculate", ","), "names no contender"),
+        (("--speculate", ","), "speculate is empty: give at least one of off, auto, full"),
         (("--concurrency", "two"), "is no list of numbers"),
         (("--concurrency", ""), "at least one --concurrency or --rate"),
         (("--api-key-file", "/no/such/file"), "cannot read the API key"),

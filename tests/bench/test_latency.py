@@ -351,7 +351,7 @@ def test_what_cannot_be_measured_is_said_before_anything_is_sent(tmp_path: Path)
         latency_run.bench_latency(ArmsConfig(urls=("http://127.0.0.1:1",)), LatencyConfig(), ("voice", "voice"))
     with pytest.raises(ConfigError, match="schema goes with prompts"):
         latency_run.bench_latency(ArmsConfig(), LatencyConfig(), schema=tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="two arms are called 'drafter'"):
+    with pytest.raises(ConfigError, match="drafters and urls are named 'drafter': name each of them, as NAME=DRAFTER"):
         ArmsConfig(drafters=("a/drafter", "b/drafter"))
     with pytest.raises(ConfigError, match="either a rate or a concurrency"):
         LatencyConfig(rate=1.0, concurrency=2)
