@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 README = ROOT / "README.md"
 BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
-WITHOUT_COMMANDS = {"reference/glossary.md", "project/log/2026-11.md"}
+WITHOUT_COMMANDS = {"reference/glossary.md", "project/log/2026-11.md", "project/log/2026-12.md"}
 GUIDES = {
     "From a vLLM on eight GPUs to a drafter for it": "how-to/vllm-sglang.md",
     "From a GGUF file to a drafter": "how-to/vllm-sglang.md",

@@ -51,8 +51,8 @@ class Level:
         return CacheWriter(self.rows, self.starts, self.counts, device)
 
     def plan(self, group: int, dtype: torch.dtype, device: torch.device, window: int | None) -> AttentionPlan:
-        """Returns the attention plan of these entries. `window`: the layer's sliding window; None: full attention.
-        `group`: query heads per key head."""
+        """Returns the attention plan with which the new entries attend to their rows' caches. `window`: the layer's
+        sliding window; None: full attention. `group`: query heads per key head."""
         kind: dict[str, Any] = {"group": group, "dtype": dtype, "device": device}
         chains = [[list(range(before + 1))] for before in self.before]
         if [[list(own) for own in seen] for seen in self.seen] == chains:

@@ -55,7 +55,7 @@ class Probing:
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """Write response data, without the first bytes that were already written."""
+        """Write response data; leaves out those of its first bytes that were written to detect a lost client."""
         if self._timer:
             self._timer.cancel()
         self._transport.write(data[self._num_ahead :])

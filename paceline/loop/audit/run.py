@@ -159,8 +159,8 @@ class Auditor:
 
     def seeded(self) -> tuple[Group | None, Finding]:
         """Check whether seeds make the server's answers repeatable. Requests one answer for each of several seeds, then
-        two more for each of the first eight. Returns (group of the first answers, finding on whether the two further
-        ones are equal). The group is None if the server does not support seeds."""
+        two more for each of the first eight. Returns (group of the first answers, finding on whether the two more are
+        equal to each other). The group is None if the server does not support seeds."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         seeds = range(1000, 1000 + min(SEEDED, self.config.answers))

@@ -156,8 +156,9 @@ def worst_of(gains: Mapping[str, Gain], config: CandidateConfig) -> str | None:
 
 
 def lost_elsewhere(gains: Mapping[str, Gain], config: CandidateConfig) -> Verdict | None:
-    """Returns a verdict that refuses the candidate if it loses at least the share `config.most_loss` of tokens/s on a
-    set other than "drifted", and chance does not explain the loss; else None."""
+    """Returns a verdict that refuses the candidate if it is slower than the incumbent on requests that have not
+    drifted, else None. `gains`: {name of a set of requests: gain in tokens/s over the incumbent}. "Slower" means a loss
+    of at least the share `config.most_loss` on a set other than "drifted", and more than chance explains."""
     if (worst := worst_of(gains, config)) is None:
         return None
     why = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"

@@ -98,9 +98,9 @@ class World:
     """Share of hours in which one cluster's acceptance length is cut by a third."""
     drift: Drift | None = None
     knowledge: dict[str, Knowledge] = field(default_factory=dict)
-    """Cluster -> fit of the general drafter."""
+    """{name of a source: how well the general drafter, which serves all sources, fits its requests}."""
     members: dict[str, Knowledge] = field(default_factory=dict)
-    """Cluster -> fit of its own drafter, for clusters that have one."""
+    """{name of a source: how well its own drafter fits its requests}, for the sources that have one."""
     tokens: float = 0.0
     rounds: float = 0.0
     _tokens: dict[tuple[str, int], float] = field(default_factory=dict)
