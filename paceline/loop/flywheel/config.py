@@ -67,8 +67,8 @@ class TurnGates(Checked):
     """Maximum share of bad recorded answers: empty, repetitive, of another tokenizer, or tokens that differ from the
     text."""
     most_lost: Share = 0.05
-    """Maximum loss of evals score against the teacher, by the low end of the difference's 95% interval. With
-    equal scores, 72 cases rule out a loss of 0.05."""
+    """Maximum loss of evals score against the teacher, by the low end of the difference's 95% interval. If
+    both score the same, 72 cases suffice to rule out a loss of 0.05."""
     most_lost_in_all: Share = 0.1
     """From the second turn on: maximum loss against the very first model, on the first turn's suite, so that small
     losses do not accumulate."""

@@ -41,8 +41,8 @@ class Learned:
 
     @property
     def counted(self) -> float:
-        """Number of blocks that count as training data. Passes over the same answers after the first 6 (`EPOCHS`) are
-        not counted, since they add little."""
+        """Number of blocks that count as training data: those of at most 6 epochs (`EPOCHS`), since further ones add
+        little."""
         return self.blocks if self.answers is None else min(self.blocks, EPOCHS * self.places * self.answers)
 
 
