@@ -213,8 +213,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the token ids that end an answer, from generation_config.json, then config.json, without duplicates.
-    Raises ModelFileError if one is not an id."""
+    """Return the token ids that end an answer: those of generation_config.json, followed by the further ones of
+    config.json. Raises ModelFileError if one is not an id."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():

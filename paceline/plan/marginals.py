@@ -154,8 +154,8 @@ class Marginals:
 
     def with_firsts(self, firsts: Sequence[float]) -> Marginals:
         """Returns marginals in which the top token of each slot has the chance in `firsts`. The rest, 1 - first, is
-        divided among the lower ranks. Each rank gets its average share of the rest in these marginals, the same at
-        every slot."""
+        divided among the lower ranks in the same proportions at every slot: those of the sums over all slots of this
+        object."""
         left = sum(1 - first for first in self.firsts)
         ranks = itertools.zip_longest(*(own[1:] for own in self.chances_KM), fillvalue=0.0)
         shares = [sum(each) / left if left else 0.0 for each in ranks]

@@ -105,8 +105,8 @@ class Planner(Protocol):
         """Update the estimates of durations and acceptance with a finished round. `plan`: the plan that it followed."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Estimates what the drafts of row `index` cost: the duration of a round in which the drafts of every row take
-        as much additional time as those of this row, in units of a round without drafts. None if unknown.
+        """Estimates what the drafts of row `index` cost: 1 plus the share of a round's time that they add, if every row
+        drafted like this one (1.5: such a round takes 1.5 times as long as one without drafts). None if unknown.
         `num_checked`: verified drafts of this row. `num_alike`: number of rows that share one drafting pass, this one
         included."""
 

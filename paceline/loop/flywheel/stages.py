@@ -51,7 +51,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """State and settings of one iteration (turn) of the flywheel; every stage reads them."""
+    """State and settings of one iteration of `paceline turn`, which its stages (record, store, evals, ...) read."""
 
     config: FlywheelConfig
     number: int

@@ -26,7 +26,7 @@ class Refused:
     """Values that request the default behaviour, and so are accepted."""
 
     def holds(self, value: Any) -> bool:
-        """Return True if `value` is neutral."""
+        """Return True if `value` is neutral, so that the request is accepted with it."""
         return any(type(value) is type(one) and value == one for one in self.neutral)
 
 

@@ -44,8 +44,8 @@ class Deployment:
     expert_locality: Share = 0.0
     """0: each position selects its experts independently; 1: all positions of a sequence use the same experts."""
     per_layer: bool = False
-    """True: compare attention's arithmetic with its reading for each group of layers. False: for all layers
-    together."""
+    """True: attention takes the larger of its time for arithmetic and its time for reading memory in each group of
+    equal layers. False: the larger of the two sums over all layers."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -48,8 +48,8 @@ class DSparkTrainable(DFlashTrainable):
         - `hidden_TD` [A * K, D]: result of `hidden` for the pack.
         - `head`: LM head with the tokens over which the loss is computed.
         - `embedding_VD`: the target's embedding matrix.
-        - `is_measured`: False for metrics of zero. Otherwise they cover the first blocks in training, all blocks in an
-          evaluation."""
+        - `is_measured`: if False, all metrics are zero. If True, they cover the first blocks (about CHUNK_ROWS draft
+          positions) in training, all blocks in an evaluation."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block = slots.labels_AK.shape[1]
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)

@@ -83,7 +83,7 @@ class DFlash2Trainable(DFlashTrainable):
         - `hidden_TD` [A * K, D]: result of `hidden` for the pack.
         - `head`: LM head that proposes the candidates.
         - `embedding_VD`: the target's embedding matrix.
-        - `is_measured`: False for metrics of zero.
+        - `is_measured`: if False, all metrics are zero.
         - `is_learning`: False for a training step without the selector: loss, gradients and metrics are zero.
         - `sample`: the blocks to train on.
 

@@ -81,7 +81,8 @@ def add_norm_twin(
 def add_norm(
     hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
 ) -> Tensor | None:
-    """Compute `add_norm_twin`, with the same arguments, in one kernel launch."""
+    """Add scale * update_norm(update_TD) to `hidden_TD` in place, and return norm(hidden_TD), in one kernel launch;
+    None for a norm as in `add_norm_twin`."""
     update_TD = update_TD.contiguous()
     out_TD = None if norm is None else torch.empty_like(update_TD)
     _launch_norm(hidden_TD, update_TD, out_TD, update_norm, norm, scale, has_update=True)
