@@ -41,8 +41,8 @@ class Measured:
     settings: str
     """Its differences from the planner's choice."""
     state: str
-    """"complete", "pruned" (stopped early, as slower than the others), "running" (interrupted; resumed when the search is
-    resumed), or "fail"."""
+    """"complete", "pruned" (stopped early, as slower than the others), "running" (interrupted; resumed with the
+    search), or "fail"."""
     speedups: tuple[float, ...]
     """Speed-up over plain decoding at each measurement so far, in order."""
     reason: str = ""
