@@ -44,13 +44,13 @@ def split(
     tensors: Mapping[str, Tensor], path: Path, vocab_size: int | None = None
 ) -> tuple[dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
     """Splits the tensors of a drafter's file into (network tensors, draft vocabulary with LM head, unused tensors). The
-    draft vocabulary, if any, is read from tensors `d2t` and `t2d` (see `as_tensors`). `vocab_size`: length of `t2d`;
-    None: any. Raises ModelFileError, which names `path`, if they and the LM head contradict each other."""
+    draft vocabulary, if any, is read from tensors `d2t` and `t2d` (see `as_tensors`). `vocab_size`: greatest length
+    of `t2d`; None: any. Raises ModelFileError, which names `path`, if they and the LM head contradict each other."""
     special = (HEAD, OFFSETS, IS_DRAFTED, *TARGETS_OWN)
     network = {name: tensor for name, tensor in tensors.items() if name not in special}
     others = {name: tensors[name] for name in TARGETS_OWN if name in tensors}
     ids, head_VD = _ids(tensors.get(OFFSETS), tensors.get(IS_DRAFTED), path), tensors.get(HEAD)
-    if IS_DRAFTED in tensors and vocab_size is not None:
+    if IS_DRAFTED in tensors and vocab_size is not None and len(tensors[IS_DRAFTED]) > vocab_size:
         _check_shape(IS_DRAFTED, tensors[IS_DRAFTED], (vocab_size,), path)
     if head_VD is not None and ids is not None and head_VD.ndim and len(head_VD) > max(int(ids[-1]), len(ids)):
         head_VD = head_VD[ids]

@@ -18,35 +18,37 @@ IS_OPTION = re.compile(OPTION, re.IGNORECASE)
 IS_MASKED = re.compile(r"([\w-]+=)?\*\*\*")
 """Words that a shell would quote only because of the asterisks."""
 VARIABLE = r"\w*(?:KEY|TOKEN|PASSWORD|SECRET)|(?i:api_?key|(?:hf|api|auth|access)_token|password|secret)"
-VALUE = r"""(?:\\?'[^']*'|"(?:\\[\s\S]|[^"\\])*"|\\"(?:\\[^"]|[^"\\])*\\?"|\\.?|[^\s'"\\])+"""
+VALUE = r"""(?:\\?'[^']*'|"(?:\\[\s\S]|[^"\\])*"|\\"(?:\\\\\\"|\\[^"]|[^"\\])*\\?"|\\.?|[^\s'"\\])+"""
 """A shell's word, also within another text, where its quotes are \\' and \\"."""
 LONE = r"(?:key|token)=(?=(?=[^\s'\"&]{0,256}\d)[^\s'\"&]{8}|[^\s'\"&()]{20})"
 """A variable that often holds an ordinary word or a token id, with a value that looks random."""
 IN_TEXT = (
+    (re.compile(r"\b(Bearer|Authorization:\s*\w+|(?:x-)?api-key:)\s+[^\s'\"]+", re.IGNORECASE), rf"\1 {MASK}"),
     (re.compile(rf"(?<![\w-])({OPTION})(=|\s+)(?!-){VALUE}", re.IGNORECASE), rf"\1\2{MASK}"),
     (re.compile(rf"\b({VARIABLE})={VALUE}"), rf"\1={MASK}"),
     (re.compile(r"([?&#](?:key|token|sig|signature)=)[^\s'\"&#]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"(?<![\w.-])({LONE})[^\s'\"&]+"), rf"\1{MASK}"),
-    (re.compile(r"\b(Bearer|Authorization:\s*\w+|(?:x-)?api-key:)\s+[^\s'\"]+", re.IGNORECASE), rf"\1 {MASK}"),
     (re.compile(r"(://)[^\s/'\"@]+@"), rf"\1{MASK}@"),
 )
 CURL = re.compile(r"\bcurl\b")
-OF_CURL = re.compile(
-    r"""(?<![\w-])(-[A-TV-Za-tv-z]*[uU]\s*|--(?:proxy-)?user(?:=|\s+))"""
-    r"""(?:'[^':]*:[^']*'|"[^":]*:[^"]*"|[^\s'":]{1,256}:\S*)"""
-)
-"""curl's options with a user's name and password, also behind other letters: -u, -U, -sSu, --user, --proxy-user."""
+OF_CURL = re.compile(r"""(?<![\w-])(-[A-TV-Za-tv-z]*[uU]\s*|--(?:proxy-)?user(?:=|\s+))('[^']*'|"[^"]*"|[^\s'"]\S*)""")
+"""curl's options with a user's name, and a password if it has a colon: -u, -U, --user, --proxy-user; also behind other
+letters (-sSu)."""
 
 
 def masked(text: str) -> str:
     """Returns the text with secrets replaced by "***": values of options such as --api-key, of variables such as
     API_KEY=..., of "Bearer ..." headers, of curl's options -u and -U, and of key=... in addresses; names and passwords
     in addresses; and values of key=... that look random."""
+    if curl := CURL.search(text):  # first, as the next pattern: a variable's value may reach to the word after "\\ "
+        text = text[: curl.end()] + OF_CURL.sub(_without_password, text[curl.end() :])
     for pattern, replacement in IN_TEXT:
         text = pattern.sub(replacement, text)
-    if curl := CURL.search(text):
-        text = text[: curl.end()] + OF_CURL.sub(rf"\1{MASK}", text[curl.end() :])
     return text
+
+
+def _without_password(option: re.Match[str]) -> str:
+    return option[1] + MASK if ":" in option[2] else option[0]
 
 
 def masked_command(words: Iterable[str]) -> str:

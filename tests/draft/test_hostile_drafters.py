@@ -88,6 +88,13 @@ def test_shapes_that_the_config_fixes(name: str, value: Tensor, message: str, ex
         read_stored(exported)
 
 
+def test_a_mask_for_the_tokenizers_tokens_alone_is_read(exported: Path) -> None:
+    """Embeddings are often padded beyond the tokenizer's length, which such a mask has."""
+    change_tensor(exported / DENSE, "t2d", torch.isin(torch.arange(10), IDS))
+    ids = read_stored(exported).vocabulary.ids
+    assert ids is not None and ids.tolist() == IDS.tolist()
+
+
 def test_a_separate_head_of_another_shape(tmp_path: Path) -> None:
     config = DFlashConfig.from_json(raw_config())
     for ids, shape, expected in ((IDS, (4, HIDDEN + 1), (4, HIDDEN)), (torch.arange(10), (10, HIDDEN - 1), None)):

@@ -98,6 +98,11 @@ def test_an_address_with_a_password_is_refused_without_it(url: str) -> None:
         ("API_KEY=abc\\ d run me", "API_KEY=*** run me"),
         ('API_KEY="abc\\\nd" run me', "API_KEY=*** run me"),
         ("curl -uuser:abc http://h", "curl -u*** http://h"),
+        ("curl -u " + "aB3" * 100 + ": http://h", "curl -u *** http://h"),
+        ("curl -u name http://h", "curl -u name http://h"),
+        (r"API_KEY=C:\keys\ curl -u me:abc h", "API_KEY=*** -u *** h"),
+        (r"TOKEN=abc\ Bearer abc", "TOKEN=*** ***"),
+        (r'"HF_TOKEN=\"ab1\\\"c2 d3\" run"', '"HF_TOKEN=*** run"'),
     ],
 )
 def test_quotes_within_a_text_belong_to_the_secret(text: str, expected: str) -> None:

@@ -129,6 +129,22 @@ def test_another_process_with_the_same_id_goes_on() -> None:
     assert identity(process.pid) is None
 
 
+def test_a_command_of_another_user_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`--restart "sudo ..."`: the daemon did not start while it ran."""
+
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "killpg", refused)
+    monkeypatch.setattr(commands, "END_S", 0.2)
+    with subprocess.Popen(["sleep", "120"]) as process:
+        end_command(str(identity(process.pid)))
+        assert process.poll() is None and "did not end within" in caplog.text
+        process.kill()
+
+
 def test_a_process_whose_name_has_spaces_and_brackets(tmp_path: Path) -> None:
     (tmp_path / "a) b 1").symlink_to(sys.executable)
     with (

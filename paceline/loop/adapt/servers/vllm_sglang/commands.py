@@ -27,7 +27,7 @@ END_S, POLL_S = 10.0, 0.05
 def run_command(
     words: Sequence[str], environment: Mapping[str, str], limit_s: float, begun: Callable[[str | None], None]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; returns its status and output. It ends with all of its child processes after `limit_s`
+    """Run a command to its end; returns its status and output. It is ended with its process group after `limit_s`
     seconds, which raises TimeoutExpired, and after any other exception. `begun` receives its identity while it runs.
     Raises OSError or ValueError if it cannot be run."""
     pipe = subprocess.PIPE
@@ -53,7 +53,8 @@ def identity(pid: int) -> str | None:
 
 
 def end_command(command: str) -> None:
-    """End the command with this identity and its child processes, if it still runs; wait until it has ended."""
+    """End the command with this identity and its process group, if it still runs; wait until it has ended, at most 10 s
+    (END_S). A command of another user (sudo) can only be waited for."""
     pid, until = int(command.split()[0]), time.monotonic() + END_S
     if identity(pid) != command:
         return
@@ -67,5 +68,5 @@ def end_command(command: str) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # ended already; another user's
         os.killpg(pid, signal.SIGKILL)
